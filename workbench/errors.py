@@ -1,0 +1,23 @@
+"""Every error this package raises on purpose: each message says what, where and what to do."""
+
+from __future__ import annotations
+
+
+class WorkbenchError(Exception):
+    """Base class of all errors raised on purpose by this package."""
+
+
+class InvalidInputError(WorkbenchError, ValueError):
+    """An argument is wrong; raised before any work starts, nothing was changed."""
+
+
+class UnsupportedModelError(WorkbenchError, NotImplementedError):
+    """The model family, or one of its configuration fields, is not handled."""
+
+
+class StaleStateError(WorkbenchError, RuntimeError):
+    """A resident state was captured under another weight version than the policy has now."""
+
+
+class NonFiniteError(WorkbenchError, ArithmeticError):
+    """NaN or infinity in model output or gradient; the message names stage, member and layer."""

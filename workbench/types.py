@@ -1,0 +1,94 @@
+"""Plain records that every part of the package exchanges. No behaviour beyond validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response.
+
+    ids: 1-D int64 tensor of the sampled token ids, the end-of-sequence id included when it was sampled.
+    logprobs: 1-D float32 tensor, log-probability of each id under the sampling policy at the sampling
+        temperature (before top-p), the quantity `score_responses` gives at the same temperature.
+    finished: True if an end-of-sequence id ended it, False if `max_new_tokens` cut it.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    finished: bool
+
+    def __len__(self) -> int:
+        return int(self.ids.numel())
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Gradient scope: the reverse walk goes through the last `chunks` prompt chunks only."""
+
+    chunks: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.chunks, bool) or not isinstance(self.chunks, int) or self.chunks < 0:
+            raise InvalidInputError(f"Tail(chunks={self.chunks!r}): chunks must be an integer >= 0")
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Gradient scope: each prompt chunk is walked with probability `fraction` and scaled by 1 / fraction.
+
+    Chunks are drawn independently, so the expectation over seeds is the full gradient exactly, also along paths
+    through several chunks (a fixed-size subset would be biased there).
+    """
+
+    fraction: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < float(self.fraction) <= 1.0:
+            raise InvalidInputError(f"Sampled(fraction={self.fraction!r}): fraction must be in (0, 1]")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise InvalidInputError(f"Sampled(seed={self.seed!r}): seed must be an integer")
+
+
+GradientScope = str | Tail | Sampled
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one `update_step` did and what it cost.
+
+    loss: objective value of the whole step, in the units of `ObjectiveConfig.loss`.
+    gradient_scope: the scope that ran.
+    weight_version: the policy's weight version after the step.
+    seconds: wall time by stage.
+    memory: bytes; "peak_bytes" is the peak of live tensor bytes above those live at the start of the step,
+        then each ledger's own peak ("rows", "carry", "gradient_pages", "graph", "logits", ...), and
+        "stage_peak_bytes": {stage: peak above the start}.
+    metrics: statistics of ratios, advantages, entropy and KL; "notes" holds remarks in words.
+    counters: what ran (chunks captured, blocks replayed, prompt chunks walked, graphs alive at most, ...).
+    level: highest evidence level this call itself checked (1 = executed); see `workbench.validation`.
+    """
+
+    loss: float
+    gradient_scope: GradientScope
+    weight_version: int
+    seconds: Mapping[str, float]
+    memory: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+    counters: Mapping[str, Any]
+    level: int = 1
+    logprobs: tuple[Tensor, ...] = field(default=(), repr=False)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays float64, everything else accumulates in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
