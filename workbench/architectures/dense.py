@@ -1,0 +1,48 @@
+"""Dense attention with grouped heads: Llama and Qwen3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from workbench.architectures.base import Adapter, ChunkScratch, LayerView
+from workbench.architectures.stock_attention import ATTENTION_NAME, ChunkCache
+
+
+class DenseAdapter(Adapter):
+    """rows: keys, values [1, Hkv, tokens, head_dim], after rotary embedding. No carry."""
+
+    model_types = ("llama", "qwen3")
+    attention_name = ATTENTION_NAME
+    handled = frozenset(
+        {
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "hidden_act",
+            "max_position_embeddings",
+            "rms_norm_eps",
+            "rope_parameters",
+            "attention_bias",
+            "mlp_bias",
+        }
+    )
+    ignored = {
+        "attention_dropout": "dropout is off in every pass",
+        "pretraining_tp": "not read by transformers 5",
+        "sliding_window": "only used with use_sliding_window, which is refused",
+        "max_window_layers": "only used with use_sliding_window, which is refused",
+        "layer_types": "all full_attention unless use_sliding_window, which is refused",
+    }
+    required = {"use_sliding_window": (False,)}
+
+    def run_layer(self, index: int, hidden: Tensor, rotary: Any, view: LayerView, scratch: ChunkScratch) -> Tensor:
+        cache = ChunkCache(view)
+        hidden = self.base.layers[index](hidden, position_embeddings=rotary, cache=cache, layer_view=view)
+        scratch.new.append(cache.layer_state())
+        return hidden

@@ -1,0 +1,68 @@
+"""Gated DeltaNet hybrids: Qwen3-Next and Qwen3.5 / 3.6 text models, dense or with routed experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from workbench.architectures.base import Adapter, ChunkScratch, LayerView
+from workbench.architectures.stock_attention import ATTENTION_NAME, ChunkCache
+
+
+class GatedDeltaAdapter(Adapter):
+    """Full attention layers have rows (keys, values); Gated DeltaNet layers have a carry:
+
+    recurrent [batch, value heads, key dim, value dim] float32 and conv [batch, channels, kernel - 1].
+    Experts are chosen by the same computation on the same chunk in every pass, so routing repeats exactly.
+    """
+
+    model_types = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    attention_name = ATTENTION_NAME
+    handled = frozenset(
+        {
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "hidden_act",
+            "max_position_embeddings",
+            "rms_norm_eps",
+            "rope_parameters",
+            "partial_rotary_factor",
+            "attention_bias",
+            "linear_conv_kernel_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            "layer_types",
+            "decoder_sparse_step",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "num_experts_per_tok",
+            "num_experts",
+            "norm_topk_prob",
+            "mlp_only_layers",
+        }
+    )
+    ignored = {
+        "attention_dropout": "dropout is off in every pass",
+        "full_attention_interval": "already expanded into layer_types",
+        "output_router_logits": "only read by the stock training loss",
+        "router_aux_loss_coef": "only read by the stock training loss",
+        "mtp_num_hidden_layers": "multi-token prediction layers are not loaded",
+        "mtp_use_dedicated_embeddings": "multi-token prediction layers are not loaded",
+    }
+    required = {"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)}
+
+    def run_layer(self, index: int, hidden: Tensor, rotary: Any, view: LayerView, scratch: ChunkScratch) -> Tensor:
+        cache = ChunkCache(view)
+        # Gated DeltaNet kernels take arbitrary keywords: hand the view to attention layers only
+        extra = {"layer_view": view} if self.config.layer_types[index] == "full_attention" else {}
+        hidden = self.base.layers[index](hidden, position_embeddings=rotary, cache=cache, **extra)
+        scratch.new.append(cache.layer_state())
+        return hidden

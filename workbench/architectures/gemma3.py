@@ -1,0 +1,69 @@
+"""Gemma 3 text models: sliding-window and full attention layers, scaled embeddings, optional final soft cap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.architectures.base import Adapter, ChunkScratch, LayerView
+from workbench.architectures.stock_attention import ATTENTION_NAME, ChunkCache
+
+
+class Gemma3Adapter(Adapter):
+    """rows: keys, values [1, Hkv, tokens, head_dim], after rotary embedding; sliding layers keep the last window - 1."""
+
+    model_types = ("gemma3_text",)
+    attention_name = ATTENTION_NAME
+    handled = frozenset(
+        {
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "hidden_activation",
+            "max_position_embeddings",
+            "rms_norm_eps",
+            "rope_parameters",
+            "attention_bias",
+            "query_pre_attn_scalar",
+            "sliding_window",
+            "layer_types",
+            "final_logit_softcapping",
+        }
+    )
+    ignored = {
+        "attention_dropout": "dropout is off in every pass",
+        "sliding_window_pattern": "already expanded into layer_types",
+        "_sliding_window_pattern": "already expanded into layer_types",
+    }
+    required = {"use_bidirectional_attention": (False, None), "attn_logit_softcapping": (None,)}
+
+    def row_limit(self, layer: int) -> int | None:
+        if self.config.layer_types[layer] == "sliding_attention":
+            return self.config.sliding_window - 1
+        return None
+
+    def rotary(self, hidden: Tensor, positions: Tensor) -> Any:
+        kinds = dict.fromkeys(self.config.layer_types)
+        return {kind: self.base.rotary_emb(hidden, positions, kind) for kind in kinds}
+
+    def run_layer(self, index: int, hidden: Tensor, rotary: Any, view: LayerView, scratch: ChunkScratch) -> Tensor:
+        cache = ChunkCache(view)
+        hidden = self.base.layers[index](
+            hidden,
+            position_embeddings=rotary[self.config.layer_types[index]],
+            cache=cache,
+            layer_view=view,
+        )
+        scratch.new.append(cache.layer_state())
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = super().logits(hidden)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -1,0 +1,178 @@
+"""Multi-head latent attention with sparse selection and routed experts: GLM-MoE-DSA (GLM-5.x) and DeepSeek-V3.2.
+
+The attention runs in absorbed form: the key up-projection moves to the query and the value up-projection to the output,
+so attention is over [latent, rotary key] with a single key head that also serves as value. That is algebraically the
+model's own attention, and it lets latents stay compressed in their pages. The stock forward is replaced here because
+it expands every latent of the prompt for every chunk and because its `topk` leaves ties undefined.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.architectures.base import Adapter, ChunkScratch, LayerView
+from workbench.ops.attention import paged_attention
+from workbench.ops.selection import select_topk
+from workbench.state.pages import LayerState
+from workbench.types import accumulation_dtype
+
+
+class LatentSparseAdapter(Adapter):
+    """rows: latents [1, 1, tokens, kv_lora_rank + rope] (normalised latent, rotated key) in every layer, and
+    index_keys [1, 1, tokens, index_head_dim] in layers that compute an index. No carry.
+
+    "shared" index layers reuse the selection of the last "full" layer in the same chunk.
+    """
+
+    model_types = ("glm_moe_dsa", "deepseek_v32")
+    handled = frozenset(
+        {
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "moe_intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "n_shared_experts",
+            "n_routed_experts",
+            "routed_scaling_factor",
+            "kv_lora_rank",
+            "q_lora_rank",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "qk_nope_head_dim",
+            "qk_head_dim",
+            "n_group",
+            "topk_group",
+            "num_experts_per_tok",
+            "norm_topk_prob",
+            "hidden_act",
+            "max_position_embeddings",
+            "rms_norm_eps",
+            "rope_parameters",
+            "mlp_layer_types",
+            "attention_bias",
+            "index_topk",
+            "index_head_dim",
+            "index_n_heads",
+            "head_dim",
+            "indexer_types",
+        }
+    )
+    ignored = {
+        "attention_dropout": "dropout is off in every pass",
+        "output_router_logits": "only read by the stock training loss",
+        "mlp_bias": "not read by these families' MLP",
+        "first_k_dense_replace": "already expanded into mlp_layer_types",
+        "layer_types": "always indexed_attention",
+        "index_topk_freq": "already expanded into indexer_types",
+        "index_skip_topk_offset": "already expanded into indexer_types",
+        "index_topk_pattern": "already expanded into indexer_types",
+        "rope_interleave": "the rotary layout is fixed in the family's modules",
+        "ep_size": "expert parallel size is not a property of the forward pass",
+        "num_nextn_predict_layers": "multi-token prediction layers are not loaded",
+        "aux_loss_alpha": "only read by the stock training loss",
+        "seq_aux": "only read by the stock training loss",
+    }
+    required = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+
+    def run_layer(self, index: int, hidden: Tensor, rotary: Any, view: LayerView, scratch: ChunkScratch) -> Tensor:
+        layer = self.base.layers[index]
+        hidden = hidden + self._attention(layer.self_attn, layer.input_layernorm(hidden), rotary, view, scratch)
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+    def _attention(
+        self, attn: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], view: LayerView, scratch: ChunkScratch
+    ) -> Tensor:
+        batch, tokens, _ = hidden.shape
+        rank = attn.kv_lora_rank
+        query_latent = attn.q_a_layernorm(attn.q_a_proj(hidden))
+        query = attn.q_b_proj(query_latent).view(batch, tokens, -1, attn.qk_head_dim).transpose(1, 2)
+        query_plain, query_rope = query.split([attn.qk_nope_head_dim, attn.qk_rope_head_dim], dim=-1)
+        latent, key_rope = attn.kv_a_proj_with_mqa(hidden)[:, None].split([rank, attn.qk_rope_head_dim], dim=-1)
+        query_rope, key_rope = _modeling(attn).apply_rotary_pos_emb_interleave(query_rope, key_rope, *rotary)
+        rows = torch.cat([attn.kv_a_layernorm(latent), key_rope], dim=-1)
+
+        if attn.indexer is not None:
+            index_keys, selection = self._select(attn.indexer, hidden, query_latent, rotary, view)
+            scratch.shared["selection"] = selection
+            new = {"latents": rows, "index_keys": index_keys}
+        else:
+            new = {"latents": rows}
+        scratch.new.append(LayerState(new))
+
+        key_up, value_up = _up_projections(attn)
+        absorbed = torch.cat([torch.einsum("bhtn,chn->bhtc", query_plain, key_up), query_rope], dim=-1)
+        out = paged_attention(
+            absorbed,
+            rows,
+            rows,
+            pages=view.attention_pages("latents", "latents"),
+            start=view.start,
+            scaling=attn.scaling,
+            selection=scratch.shared["selection"],
+        )
+        out = torch.einsum("bhtc,chv->bthv", out[..., :rank], value_up)
+        return attn.o_proj(out.flatten(2))
+
+    @torch.no_grad()
+    def _select(
+        self, indexer: Any, hidden: Tensor, query_latent: Tensor, rotary: tuple[Tensor, Tensor], view: LayerView
+    ) -> tuple[Tensor, Tensor]:
+        """The chunk's index keys [batch, 1, tokens, width] and the selection [batch, tokens, prefix + tokens].
+
+        The index takes no gradient, as in the stock model. Scores: relu(q . k) summed over index heads with learned
+        weights, in float32.
+        """
+        batch, tokens, _ = hidden.shape
+        rope, width = indexer.qk_rope_head_dim, indexer.head_dim
+        query = indexer.wq_b(query_latent).view(batch, tokens, indexer.n_heads, width)
+        key = indexer.k_norm(indexer.wk(hidden))[:, :, None]
+        rotate = _index_rotation(indexer)
+        query_rope, key_rope = rotate(query[..., :rope], key[..., :rope], *rotary, unsqueeze_dim=2)
+        query = torch.cat([query_rope, query[..., rope:]], dim=-1)
+        index_keys = torch.cat([key_rope, key[..., rope:]], dim=-1).transpose(1, 2)
+
+        dtype = accumulation_dtype(hidden.dtype)
+        weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).to(dtype)
+        weights = weights * indexer.n_heads**-0.5
+        parts = [*view.rows("index_keys"), index_keys]
+        scores = torch.cat([_index_scores(query, keys, weights, indexer.softmax_scale) for keys in parts], dim=-1)
+        prefix = scores.shape[-1] - tokens
+        visible = torch.ones(tokens, scores.shape[-1], dtype=torch.bool, device=scores.device).tril_(prefix)
+        return index_keys, select_topk(scores, visible, indexer.index_topk)
+
+
+def _index_scores(query: Tensor, keys: Tensor, weights: Tensor, scale: float) -> Tensor:
+    """[batch, tokens, N]: sum over index heads of weight * relu(query . key * scale)."""
+    per_head = torch.relu(query.to(weights.dtype) @ keys.to(weights.dtype).transpose(-1, -2) * scale)
+    return torch.matmul(weights[:, :, None], per_head)[:, :, 0]
+
+
+def _up_projections(attn: Any) -> tuple[Tensor, Tensor]:
+    """Key and value up-projections, each [rank, heads, width].
+
+    Read by sending the identity through the module, so that a LoRA or quantised projection gives its effective weight,
+    with its gradient.
+    """
+    projection: nn.Module = attn.kv_b_proj
+    reference = attn.kv_a_layernorm.weight
+    identity = torch.eye(attn.kv_lora_rank, dtype=reference.dtype, device=reference.device)
+    both = projection(identity).view(attn.kv_lora_rank, attn.num_heads, -1)
+    return tuple(both.split([attn.qk_nope_head_dim, attn.v_head_dim], dim=-1))
+
+
+def _modeling(module: nn.Module) -> Any:
+    """The transformers file that defines a module, for the rotary functions that belong to it."""
+    return sys.modules[type(module).__module__]
+
+
+def _index_rotation(indexer: nn.Module) -> Any:
+    """GLM rotates index keys in interleaved pairs, DeepSeek-V3.2 in halves: the family's own function decides."""
+    modeling = _modeling(indexer)
+    return getattr(modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb_interleave)

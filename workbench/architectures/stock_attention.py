@@ -1,0 +1,101 @@
+"""Bridge for families whose stock attention modules run unchanged.
+
+transformers' attention modules call `cache.update(...)` and then a registered attention function. `ChunkCache` hands
+the module its own new rows back (and keeps them); the attention function then attends over the resident pages of the
+layer view that the adapter passes down as a keyword. Stock cache layers are not used: they copy recurrent state in
+place, which breaks autograd, and concatenate keys and values, which copies the prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from workbench.architectures.base import LayerView
+from workbench.errors import UnsupportedModelError
+from workbench.ops.attention import paged_attention
+from workbench.state.pages import LayerState
+
+ATTENTION_NAME = "longstraw_paged"
+_HONOURED_KEYWORDS = {"position_ids", "use_cache", "is_causal"}
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    layer_view: LayerView,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention-function signature over resident pages. Output [batch, tokens, heads, width]."""
+    unknown = {name for name, given in keywords.items() if given is not None} - _HONOURED_KEYWORDS
+    if unknown or attention_mask is not None or dropout:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks attention for {sorted(unknown) or 'a mask or dropout'}, which paged "
+            "attention does not reproduce"
+        )
+    out = paged_attention(
+        query,
+        key,
+        value,
+        pages=layer_view.attention_pages("keys", "values"),
+        start=layer_view.start,
+        scaling=scaling,
+        window=sliding_window,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+
+
+class ChunkCache:
+    """The part of transformers' Cache interface that one layer's modules call, without any in-place write."""
+
+    def __init__(self, view: LayerView) -> None:
+        self._view = view
+        self._rows: dict[str, Tensor] = {}
+        self._carry: dict[str, Tensor] = {}
+
+    def layer_state(self) -> LayerState:
+        return LayerState(self._rows, self._carry)
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self._rows = {"keys": keys, "values": values}
+        return keys, values
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._view.carry.get("conv")
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._view.carry.get("recurrent")
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True keeps single-token chunks off the decode kernel that updates the convolution state in place."""
+        return True
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **kwargs: Any
+    ) -> Tensor:
+        """Inputs [batch, channels, tail + tokens] of the causal convolution; keeps the last kernel - 1 columns."""
+        tail = self.get_conv_state(layer_idx)
+        full = conv_states if tail is None else torch.cat([tail, conv_states], dim=-1)
+        missing = max(0, conv_kernel_size - 1 - full.shape[-1])  # zeros, as the convolution itself pads
+        kept = nn.functional.pad(full, (missing, 0))
+        self._carry["conv"] = kept[..., kept.shape[-1] - (conv_kernel_size - 1) :]
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        self._carry["recurrent"] = recurrent_states
+        return recurrent_states

@@ -1,0 +1,119 @@
+"""Capture a prompt once, without a graph, as resident state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from workbench.architectures import ChunkContext, ChunkOutput
+from workbench.errors import NonFiniteError
+from workbench.inputs import Ids, check_positive, check_prompt
+from workbench.memory import MemoryMeter
+from workbench.policy import Policy
+from workbench.progress import progress
+from workbench.state.pages import NamedTensors, Page, exact_copy, last_rows
+from workbench.state.resident import Carry, ResidentState
+
+
+def capture_prompt(
+    policy: Policy,
+    prompt_ids: Ids,
+    *,
+    chunk_tokens: int = 1024,
+    keep_boundaries: bool = True,
+    meter: MemoryMeter | None = None,
+) -> ResidentState:
+    """Run prompt_ids[:-1] through the policy in chunks without autograd and keep what later tokens need.
+
+    prompt_ids: [P] integer ids, P >= 1. The result does not depend on chunk_tokens beyond rounding.
+    keep_boundaries: also keep the carry at every chunk start and, in sliding-window layers, the rows that each chunk
+        sees; the gradient scopes "full", Tail and Sampled need them, "response_only" does not.
+    Raises InvalidInputError, NonFiniteError (naming chunk and layer), UnsupportedModelError.
+    """
+    check_positive("chunk_tokens", chunk_tokens)
+    prompt = check_prompt(policy, prompt_ids)
+    meter = meter or MemoryMeter(policy.device, enabled=False)
+    weight_version = policy.weight_version
+    boundary = prompt.numel() - 1
+    pages: list[Page] = []
+    carry: Carry = empty_carry(policy)
+    carries: dict[int, Carry] = {0: carry}
+    with policy.active(), torch.no_grad():
+        for start, stop in progress(list(chunk_spans(0, boundary, chunk_tokens)), "capture", unit="chunk"):
+            page, carry = _capture_chunk(policy, prompt, start, stop, pages, carry)
+            meter.tag("rows", page.tensors())
+            meter.tag("carry", (tensor for layer in carry for tensor in layer.values()))
+            if not keep_boundaries:
+                carries.clear()
+                pages = _forget_unseen_rows(policy, pages, stop)
+            pages.append(page)
+            carries[stop] = carry
+    return ResidentState(
+        policy_key=policy.state_key,
+        weight_version=weight_version,
+        prompt_ids=prompt,
+        pages=tuple(pages),
+        carries=carries,
+        chunk_tokens=chunk_tokens,
+        boundaries=keep_boundaries,
+    )
+
+
+def chunk_spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """Consecutive (start, stop) of at most `size` positions."""
+    return ((a, min(a + size, stop)) for a in range(start, stop, size))
+
+
+def empty_carry(policy: Policy) -> Carry:
+    return tuple({} for _ in range(policy.adapter.num_layers))
+
+
+def forward_checked(policy: Policy, ids: Tensor, context: ChunkContext, place: str) -> ChunkOutput:
+    """forward_chunk of ids [tokens] as one member; on NaN or infinity run again to name the layer."""
+    batched = ids.to(policy.device)[None]
+    output = policy.adapter.forward_chunk(batched, context)
+    if not torch.isfinite(output.hidden).all():
+        with torch.no_grad():
+            policy.adapter.forward_chunk(batched, context, locate=place)
+        raise NonFiniteError(f"{place}: NaN or infinity appears in the final norm; check its weights and the dtype")
+    return output
+
+
+def keep_page(policy: Policy, output: ChunkOutput, start: int, stop: int) -> Page:
+    """Exact-size copies of the rows that tokens from `stop` on can see."""
+    layers: list[NamedTensors] = []
+    for index, layer in enumerate(output.layers):
+        limit = policy.adapter.row_limit(index)
+        layers.append(exact_copy(layer.rows if limit is None else last_rows(layer.rows, limit)))
+    return Page(start, stop, tuple(layers))
+
+
+def keep_carry(output: ChunkOutput) -> Carry:
+    return tuple(exact_copy(layer.carry) for layer in output.layers)
+
+
+def _capture_chunk(
+    policy: Policy, prompt: Tensor, start: int, stop: int, pages: Sequence[Page], carry: Carry
+) -> tuple[Page, Carry]:
+    context = ChunkContext(start, pages, carry)
+    output = forward_checked(policy, prompt[start:stop], context, f"capture, prompt chunk [{start}, {stop})")
+    return keep_page(policy, output, start, stop), keep_carry(output)
+
+
+def _forget_unseen_rows(policy: Policy, pages: Sequence[Page], stop: int) -> list[Page]:
+    """Drop sliding-window rows that no token from `stop` on can see; exact-size copies, so their bytes are freed."""
+    limits = [policy.adapter.row_limit(index) for index in range(policy.adapter.num_layers)]
+    if all(limit is None for limit in limits):
+        return list(pages)
+    kept = []
+    for page in pages:
+        layers: list[NamedTensors] = []
+        for rows, limit in zip(page.layers, limits, strict=True):
+            count = None if limit is None else max(0, limit - (stop - page.stop))
+            shorter = count is not None and any(t.shape[-2] > count for t in rows.values())
+            layers.append(exact_copy(last_rows(rows, count)) if shorter and count is not None else rows)
+        kept.append(Page(page.start, page.stop, tuple(layers)))
+    return kept
+

@@ -1,0 +1,77 @@
+"""Checks of prompts and responses: one clear error before any work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workbench.errors import InvalidInputError
+from workbench.policy import Policy
+from workbench.types import Response
+
+Ids = Tensor | Sequence[int]
+
+
+def check_prompt(policy: Policy, prompt_ids: Ids) -> Tensor:
+    """prompt_ids as a 1-D int64 CPU tensor of at least one id of the vocabulary."""
+    prompt = _as_ids(prompt_ids, "prompt_ids")
+    if prompt.numel() == 0:
+        raise InvalidInputError("prompt_ids is empty: a prompt needs at least one token, whose logits score the response")
+    _check_range(prompt, policy.vocab_size, "prompt_ids")
+    _check_positions(policy, prompt.numel(), "the prompt")
+    return prompt
+
+
+def check_responses(policy: Policy, prompt_tokens: int, responses: Sequence[Response | Ids]) -> list[Tensor]:
+    """Each response as a 1-D int64 CPU tensor; empty ones are allowed."""
+    if isinstance(responses, Tensor | Response) or not isinstance(responses, Sequence):
+        raise InvalidInputError(
+            f"responses must be a list of responses, one per member, not a {type(responses).__name__}"
+        )
+    if not responses:
+        raise InvalidInputError("responses is empty: a group needs at least one member")
+    checked = []
+    for member, response in enumerate(responses):
+        ids = _as_ids(response.ids if isinstance(response, Response) else response, f"response {member}")
+        _check_range(ids, policy.vocab_size, f"response {member}")
+        _check_positions(policy, prompt_tokens + ids.numel(), f"the prompt with response {member}")
+        checked.append(ids)
+    return checked
+
+
+def check_positive(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidInputError(f"{name}={value!r} must be an integer >= 1")
+
+
+def _as_ids(ids: Ids, what: str) -> Tensor:
+    try:
+        tensor = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(f"{what} is not a sequence of token ids: {error}") from None
+    if tensor.numel() == 0:
+        tensor = tensor.to(torch.int64)
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+        raise InvalidInputError(f"{what} has dtype {tensor.dtype}; token ids are integers")
+    if tensor.dim() != 1:
+        raise InvalidInputError(f"{what} has shape {tuple(tensor.shape)}; give a 1-D tensor or list of token ids")
+    return tensor.detach().to("cpu", torch.int64, copy=True)
+
+
+def _check_range(ids: Tensor, vocab_size: int, what: str) -> None:
+    bad = ((ids < 0) | (ids >= vocab_size)).nonzero()
+    if bad.numel():
+        position = int(bad[0])
+        raise InvalidInputError(
+            f"{what}: id {int(ids[position])} at position {position} is outside the vocabulary of {vocab_size} ids"
+        )
+
+
+def _check_positions(policy: Policy, tokens: int, what: str) -> None:
+    if tokens > policy.max_positions:
+        raise InvalidInputError(
+            f"{what} has {tokens} positions, more than the model's max_position_embeddings of {policy.max_positions}; "
+            "shorten it, or lift the limit with Policy(..., max_positions=N) if the model is good beyond it"
+        )

@@ -1,0 +1,106 @@
+"""Load a policy from a model, a path, a hub id or the bundled demo model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.errors import InvalidInputError
+from workbench.policy import Policy
+
+DEMO_MODEL = "gemma3-270m"
+# The sparse-attention indexer takes no gradient, so an adapter there would never be trained.
+_FROZEN_MODULES = r".*\.indexer\..*"
+
+
+def load_policy(
+    source: str | Path | nn.Module,
+    *,
+    lora: int | Mapping[str, Any] | Any | None = None,
+    quantization: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    adapter_scope: str = "all",
+    seed: int = 0,
+    reference: str | nn.Module | Policy | None = None,
+    vocab_size: int | None = None,
+    max_positions: int | None = None,
+) -> Policy:
+    """Load a causal LM and wrap it, with a fresh LoRA adapter if asked.
+
+    source: a transformers or PEFT model, a folder, a hub id, or "gemma3-270m" (the real model of the `demo` extra).
+    lora: rank, a mapping of `peft.LoraConfig` fields or a LoraConfig; alpha defaults to 2 x rank, targets to every
+        linear layer of the decoder. The base model is frozen; B starts at zero. seed: of the adapter's initial values.
+    quantization: None or "nf4" (bitsandbytes, for folders and hub ids).
+    adapter_scope: "all" is the only scope implemented. reference, vocab_size, max_positions: see `Policy`.
+    """
+    if adapter_scope != "all":
+        raise InvalidInputError(f"adapter_scope={adapter_scope!r} is not implemented; only 'all' is")
+    if quantization not in (None, "nf4"):
+        raise InvalidInputError(f"quantization={quantization!r} is not one of None, 'nf4'")
+    if isinstance(source, nn.Module):
+        if quantization is not None:
+            raise InvalidInputError("quantization applies while weights are read; give a folder or hub id as source")
+        model, tokenizer = source.to(device=device, dtype=dtype), None
+    else:
+        model, tokenizer = _read_model(source, quantization, dtype, device)
+    if lora is not None:
+        model = _with_lora(model, lora, seed)
+    return Policy(model, tokenizer, reference=reference, vocab_size=vocab_size, max_positions=max_positions)
+
+
+def _read_model(
+    source: str | Path, quantization: str | None, dtype: torch.dtype | None, device: str | torch.device | None
+) -> tuple[nn.Module, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if str(source) == DEMO_MODEL:
+        from workbench.model_sources import gemma3_270m_path
+
+        source = gemma3_270m_path()
+    options: dict[str, Any] = {"dtype": dtype or "auto"}
+    if quantization is not None:
+        options["quantization_config"] = _nf4(dtype)
+        options["device_map"] = device or "cpu"
+    model = AutoModelForCausalLM.from_pretrained(source, **options)
+    if quantization is None and device is not None:
+        model = model.to(device)
+    return model.eval(), AutoTokenizer.from_pretrained(source)
+
+
+def _nf4(dtype: torch.dtype | None) -> Any:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise InvalidInputError("quantization='nf4' needs bitsandbytes: install the `quantization` extra") from error
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype or torch.float32,
+    )
+
+
+def _with_lora(model: nn.Module, lora: Any, seed: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    if isinstance(lora, LoraConfig):
+        config = lora
+    else:
+        fields: dict[str, Any] = {"r": lora} if isinstance(lora, int) else dict(lora)
+        fields.setdefault("lora_alpha", 2 * fields.get("r", 8))
+        fields.setdefault("target_modules", "all-linear")
+        fields.setdefault("exclude_modules", _FROZEN_MODULES)
+        try:
+            config = LoraConfig(task_type="CAUSAL_LM", **fields)
+        except TypeError as error:
+            raise InvalidInputError(f"lora={lora!r}: {error}") from None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_peft_model(model, config)

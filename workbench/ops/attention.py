@@ -1,0 +1,304 @@
+"""Causal attention of one chunk over resident pages plus its own rows, as one autograd function.
+
+Nothing of the size of the prompt is concatenated, repeated over heads or returned: each page is attended on its own,
+the partial results are merged by their log-sum-exp, and the backward hands dK and dV of a page straight to that page's
+gradient sink. The merge is exact: softmax over a union is the log-sum-exp weighted mean of the softmaxes over its
+parts (the identity behind FlashAttention and ring attention). In the backward a part needs only the *merged* output
+and log-sum-exp, so every part's dQ, dK, dV come from the same flash kernel without further correction.
+
+Shapes: B batch, Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), T chunk tokens, N page rows, D head width.
+Statistics accumulate in float32 (float64 for float64 inputs).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.types import accumulation_dtype
+
+GradientSink = Callable[[Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class AttentionPage:
+    """Rows of one page as attention sees them.
+
+    key, value: [1, Hkv, N, D] at positions start .. start + N - 1, all before the chunk.
+    sink: receives (dkey, dvalue), each [1, Hkv, N, D]; None when this page's gradient is not wanted.
+    """
+
+    key: Tensor
+    value: Tensor
+    start: int
+    sink: GradientSink | None = None
+
+
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    pages: Sequence[AttentionPage],
+    start: int,
+    scaling: float,
+    window: int | None = None,
+    selection: Tensor | None = None,
+) -> Tensor:
+    """Attention output [B, Hq, T, D] of a chunk at positions start .. start + T - 1.
+
+    query: [B, Hq, T, D]; key, value: [B, Hkv, T, D], the chunk's own rows. Every page must lie before `start`;
+    pages have batch 1 and are shared by all B members.
+    window: a query at position q sees keys at positions > q - window (transformers' sliding window).
+    selection: bool [B, T, pages' rows in order + T], True where a query may attend (sparse attention); causality
+    and window still apply.
+    """
+    return _PagedAttention.apply(query, key, value, tuple(pages), start, scaling, window, selection)
+
+
+def paged_attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    pages: Sequence[AttentionPage],
+    start: int,
+    scaling: float,
+    window: int | None = None,
+    selection: Tensor | None = None,
+) -> Tensor:
+    """The slow twin: concatenate everything and take one softmax under plain autograd."""
+    batch, query_heads, tokens, _ = query.shape
+    keys = torch.cat([page.key.expand(batch, -1, -1, -1) for page in pages] + [key], dim=2)
+    values = torch.cat([page.value.expand(batch, -1, -1, -1) for page in pages] + [value], dim=2)
+    groups = query_heads // keys.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    positions = torch.cat(
+        [torch.arange(page.start, page.start + page.key.shape[2]) for page in pages]
+        + [torch.arange(start, start + tokens)]
+    ).to(query.device)
+    rows = torch.arange(start, start + tokens, device=query.device)[:, None]
+    visible = positions <= rows
+    if window is not None:
+        visible = visible & (positions > rows - window)
+    visible = visible.expand(batch, 1, -1, -1)
+    if selection is not None:
+        visible = visible & selection[:, None]
+    scores = (query @ keys.transpose(-1, -2)) * scaling
+    scores = scores.to(accumulation_dtype(query.dtype)).masked_fill(~visible, -math.inf)
+    return (torch.softmax(scores, dim=-1) @ values.to(scores.dtype)).to(query.dtype)
+
+
+class _PagedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, pages, start, scaling, window, selection):  # type: ignore[override]
+        parts = _plan_parts(query, key, pages, start, window, selection)
+        out, lse = None, None
+        for part in parts:
+            keys, values = (key, value) if part.page is None else (part.page.key, part.page.value)
+            part_out, part_lse = _part_forward(query, keys, values, part, scaling)
+            out, lse = (part_out, part_lse) if out is None else _merge(out, lse, part_out, part_lse)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.parts, ctx.scaling = parts, scaling
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):  # type: ignore[override]
+        query, key, value, out, lse = ctx.saved_tensors
+        grad_out = grad_out.contiguous()
+        grad_query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
+        grad_key = grad_value = None
+        for part in ctx.parts:
+            keys, values = (key, value) if part.page is None else (part.page.key, part.page.value)
+            dq, dk, dv = _part_backward(grad_out, query, keys, values, out, lse, part, ctx.scaling)
+            grad_query += dq
+            if part.page is None:
+                grad_key, grad_value = dk, dv
+            elif part.page.sink is not None:
+                part.page.sink(dk, dv)
+        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One softmax part: a page, or the chunk's own rows (page None). mask: additive [B or 1, 1, T, N] or None."""
+
+    page: AttentionPage | None
+    causal: bool
+    mask: Tensor | None
+    empty_rows: Tensor | None  # bool [B or 1, 1, T]: queries that see nothing in this part
+
+
+def _plan_parts(
+    query: Tensor,
+    key: Tensor,
+    pages: Sequence[AttentionPage],
+    start: int,
+    window: int | None,
+    selection: Tensor | None,
+) -> list[_Part]:
+    """Own rows first (they are never empty without a selection), then each page that some query can see."""
+    tokens = query.shape[2]
+    own_selection = None if selection is None else selection[..., selection.shape[-1] - tokens :]
+    plain_own = selection is None and (window is None or window >= tokens)
+    parts = [
+        _Part(None, True, None, None)
+        if plain_own
+        else _masked_part(None, query, start, start, tokens, window, own_selection)
+    ]
+    offset = 0
+    for page in pages:
+        rows = page.key.shape[2]
+        part_selection = None if selection is None else selection[..., offset : offset + rows]
+        offset += rows
+        last = page.start + rows - 1
+        if rows == 0 or (window is not None and last <= start - window):
+            continue  # nothing of it is visible from the first query on
+        fully_visible = window is None or page.start > start + tokens - 1 - window
+        if part_selection is None and fully_visible:
+            parts.append(_Part(page, False, None, None))
+        else:
+            parts.append(_masked_part(page, query, start, page.start, rows, window, part_selection))
+    return parts
+
+
+def _masked_part(
+    page: AttentionPage | None,
+    query: Tensor,
+    start: int,
+    key_start: int,
+    rows: int,
+    window: int | None,
+    selection: Tensor | None,
+) -> _Part:
+    tokens = query.shape[2]
+    queries = torch.arange(start, start + tokens, device=query.device)[:, None]
+    keys = torch.arange(key_start, key_start + rows, device=query.device)
+    visible = keys <= queries
+    if window is not None:
+        visible = visible & (keys > queries - window)
+    visible = visible[None, None]
+    if selection is not None:
+        visible = visible & selection[:, None]
+    mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(~visible, -math.inf)
+    return _Part(page, False, mask, ~visible.any(dim=-1))
+
+
+def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp weighted mean of two partial softmaxes; a part that a query does not see has lse = -inf."""
+    merged = torch.logaddexp(lse, part_lse)
+    safe = merged.masked_fill(merged == -math.inf, 0.0)
+    out = out * torch.exp(lse - safe)[..., None] + part_out * torch.exp(part_lse - safe)[..., None]
+    return out, merged
+
+
+def _fold_members(tensor: Tensor) -> Tensor:
+    """[B, H, T, ...] -> [1, H, B * T, ...]: members share a page, so they are just more queries of one problem."""
+    return tensor.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _unfold_members(tensor: Tensor, batch: int) -> Tensor:
+    return tensor[0].unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+def _fold_mask(mask: Tensor | None, batch: int) -> Tensor | None:
+    if mask is None:
+        return None
+    return mask.expand(batch, -1, -1, -1).transpose(0, 1).flatten(1, 2)[None]
+
+
+def _part_forward(query: Tensor, key: Tensor, value: Tensor, part: _Part, scaling: float) -> tuple[Tensor, Tensor]:
+    """Output [B, Hq, T, D] and log-sum-exp [B, Hq, T] of one part, both in the accumulation dtype."""
+    batch, dtype = query.shape[0], accumulation_dtype(query.dtype)
+    fold = batch > 1 and key.shape[0] == 1
+    q, mask = (_fold_members(query), _fold_mask(part.mask, batch)) if fold else (query, part.mask)
+    out, lse = _kernel_forward(q, key, value, part.causal, mask, scaling)
+    if fold:
+        out, lse = _unfold_members(out, batch), _unfold_members(lse, batch)
+    out, lse = out.to(dtype), lse.to(dtype)
+    if part.empty_rows is not None:  # kernels disagree on what a fully masked row returns
+        lse = lse.masked_fill(part.empty_rows, -math.inf)
+        out = out.masked_fill(part.empty_rows[..., None], 0.0)
+    return out, lse
+
+
+def _part_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: _Part,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ [B, Hq, T, D] and dK, dV in the part's own shape, from the merged output and log-sum-exp."""
+    batch = query.shape[0]
+    fold = batch > 1 and key.shape[0] == 1
+    if not fold:
+        return _kernel_backward(grad_out, query, key, value, out, lse, part.causal, part.mask, scaling)
+    grad_out, query, out, lse = (_fold_members(x) for x in (grad_out, query, out, lse))
+    dq, dk, dv = _kernel_backward(grad_out, query, key, value, out, lse, False, _fold_mask(part.mask, batch), scaling)
+    return _unfold_members(dq, batch), dk, dv
+
+
+def _kernel_forward(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    if query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scaling
+        )
+    scores = _scores(query, key, causal, mask, scaling)
+    lse = torch.logsumexp(scores, dim=-1)
+    probabilities = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    return (probabilities @ _grouped(value, query).to(probabilities.dtype)), lse
+
+
+def _kernel_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scaling
+        )
+    scores = _scores(query, key, causal, mask, scaling)
+    probabilities = torch.exp(scores - lse[..., None])
+    dtype = probabilities.dtype
+    grad, keys, values = grad_out.to(dtype), _grouped(key, query).to(dtype), _grouped(value, query).to(dtype)
+    delta = (grad * out.to(dtype)).sum(dim=-1, keepdim=True)
+    dscores = probabilities * (grad @ values.transpose(-1, -2) - delta) * scaling
+    dq = dscores @ keys
+    dk = _sum_groups(dscores.transpose(-1, -2) @ query.to(dtype), key)
+    dv = _sum_groups(probabilities.transpose(-1, -2) @ grad, value)
+    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scaling: float) -> Tensor:
+    scores = (query @ _grouped(key, query).transpose(-1, -2)).to(accumulation_dtype(query.dtype)) * scaling
+    if causal:
+        tokens = query.shape[2]
+        hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu_(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores if mask is None else scores + mask
+
+
+def _grouped(rows: Tensor, query: Tensor) -> Tensor:
+    return rows.repeat_interleave(query.shape[1] // rows.shape[1], dim=1)
+
+
+def _sum_groups(grad: Tensor, rows: Tensor) -> Tensor:
+    return grad.unflatten(1, (rows.shape[1], -1)).sum(dim=2)

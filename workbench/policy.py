@@ -1,0 +1,198 @@
+"""A policy: a supported model, how it is run, which weights it has, and what its reference is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.architectures import Adapter, adapter_for
+from workbench.errors import InvalidInputError, UnsupportedModelError
+
+
+class Policy:
+    """Wraps a transformers or PEFT (LoRA) causal LM for capture, scoring, sampling and replay.
+
+    model: left as found: training flags, adapter selection and attention implementation are restored after every call.
+    tokenizer: kept for the caller's convenience; the engine works on ids.
+    reference: the policy that the KL term compares with. None: for a PEFT model the base model (adapter off), else none.
+        "base": the same, said aloud. Another string: the name of a loaded adapter of the same PEFT model.
+        A model or Policy: a frozen copy.
+    vocab_size: true vocabulary size when the head has extra padding columns; log-probabilities are normalised over the
+        first `vocab_size` ids only. Default: the configuration's.
+    max_positions: lifts (or lowers) the configuration's max_position_embeddings limit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        reference: str | nn.Module | Policy | None = None,
+        vocab_size: int | None = None,
+        max_positions: int | None = None,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self._peft = _peft_model(model)
+        self.adapter: Adapter = adapter_for(self._peft.get_base_model() if self._peft else model)
+        self.vocab_size = self._true_vocab_size(vocab_size)
+        self.max_positions = max_positions or self.adapter.max_positions
+        self.state_key: object = object()
+        self._adapter_name: str | None = None  # None: whatever adapter is active; "base": adapters off
+        self._weights_of: Policy = self
+        self._weight_version = 0
+        self._fingerprint = self._current_fingerprint()
+        self._reference = self._resolve_reference(reference)
+
+    @property
+    def weight_version(self) -> int:
+        """Counts changes of the weights, whoever made them: in-place writes and replaced tensors are noticed."""
+        if self._weights_of is not self:
+            return self._weights_of.weight_version
+        fingerprint = self._current_fingerprint()
+        if fingerprint != self._fingerprint:
+            self._fingerprint = fingerprint
+            self._weight_version += 1
+        return self._weight_version
+
+    @property
+    def reference(self) -> Policy | None:
+        """The reference policy; it captures its own prefix, so it is the reference model's full forward."""
+        return self._reference
+
+    @property
+    def device(self) -> torch.device:
+        return self.adapter.base.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.adapter.base.norm.weight.dtype
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every end-of-sequence id that the model's generation or model configuration names."""
+        causal_lm = self.adapter.causal_lm
+        found: list[int] = []
+        for config in (getattr(causal_lm, "generation_config", None), causal_lm.config):
+            ids = getattr(config, "eos_token_id", None)
+            found += ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
+        return tuple(dict.fromkeys(int(i) for i in found))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits over the true vocabulary, [rows, vocab_size]."""
+        logits = self.adapter.logits(hidden)
+        return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run the model the engine's way (dropout off, paged attention, this policy's adapter); restore on exit."""
+        with ExitStack() as stack:
+            stack.enter_context(_evaluation_mode(self.model))
+            stack.enter_context(_implementations(self.adapter, self.dtype))
+            if self._peft is not None and self._adapter_name is not None:
+                stack.enter_context(_selected_adapter(self._peft, self._adapter_name))
+            yield
+
+    def _true_vocab_size(self, given: int | None) -> int:
+        size = self.adapter.vocab_size if given is None else given
+        columns = getattr(self.adapter.causal_lm.lm_head, "out_features", self.adapter.vocab_size)
+        if not 0 < size <= columns:
+            raise InvalidInputError(f"vocab_size={given!r} must be between 1 and the head's {columns} columns")
+        return size
+
+    def _resolve_reference(self, reference: str | nn.Module | Policy | None) -> Policy | None:
+        if isinstance(reference, Policy):
+            return reference
+        if isinstance(reference, nn.Module):
+            return Policy(reference, self.tokenizer, vocab_size=self.vocab_size, max_positions=self.max_positions)
+        if self._peft is None:
+            if reference is not None:
+                raise InvalidInputError(
+                    f"reference={reference!r}: a name selects an adapter of a PEFT model, and this model is none; "
+                    "give a frozen copy of the model instead"
+                )
+            return None
+        name = "base" if reference is None else reference
+        if name != "base" and name not in self._peft.peft_config:
+            raise InvalidInputError(
+                f"reference={name!r} is not a loaded adapter; loaded: {', '.join(self._peft.peft_config)} (or 'base')"
+            )
+        return self._view(name)
+
+    def _view(self, adapter_name: str) -> Policy:
+        """The same weights under another adapter selection, with resident states of its own."""
+        view = object.__new__(Policy)
+        view.__dict__.update(self.__dict__)
+        view.state_key = object()
+        view._adapter_name = adapter_name
+        view._weights_of = self
+        view._reference = None
+        return view
+
+    def _current_fingerprint(self) -> tuple[Any, ...]:
+        versions = tuple((p._version, p.data_ptr()) for p in self.model.parameters())
+        active = tuple(self._peft.active_adapters) if self._peft is not None else ()
+        return versions, active
+
+
+def _peft_model(model: nn.Module) -> Any:
+    """The model as a PEFT model, or None; PEFT methods other than LoRA are refused."""
+    configs = getattr(model, "peft_config", None)
+    if configs is None or not hasattr(model, "get_base_model"):
+        return None
+    kinds = {str(getattr(c.peft_type, "value", c.peft_type)) for c in configs.values()}
+    if kinds != {"LORA"}:
+        raise UnsupportedModelError(f"PEFT methods {sorted(kinds)} are not supported; only LORA is")
+    return model
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """eval() for the duration: dropout off in every pass, gradients unaffected."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _implementations(adapter: Adapter, dtype: torch.dtype) -> Iterator[None]:
+    """Select paged attention for stock modules, and an experts kernel that exists in float64."""
+    config = adapter.config
+    before = config._attn_implementation, config._experts_implementation
+    if adapter.attention_name is not None:
+        config._attn_implementation = adapter.attention_name
+    if dtype == torch.float64:  # the default, grouped_mm, refuses it
+        config._experts_implementation = "eager"
+    try:
+        yield
+    finally:
+        config._attn_implementation, config._experts_implementation = before
+
+
+@contextmanager
+def _selected_adapter(peft_model: Any, name: str) -> Iterator[None]:
+    """Adapters off ("base") or one adapter on; PEFT flips requires_grad on the way, which is undone as well."""
+    flags = [(p, p.requires_grad) for p in peft_model.parameters()]
+    tuner, active = peft_model.base_model, list(peft_model.active_adapters)
+    try:
+        if name == "base":
+            with peft_model.disable_adapter():
+                yield
+        else:
+            tuner.set_adapter(name)
+            yield
+    finally:
+        tuner.set_adapter(active)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)

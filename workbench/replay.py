@@ -1,0 +1,257 @@
+"""Responses from the boundary: graph-free scoring, and replay of one member under autograd.
+
+A response y of R tokens is R forward positions: its inputs are the last prompt token and y[:-1], its targets are y. Both
+scoring and replay cut them into the same blocks and run the same operations, so a policy that has not changed scores
+a response bitwise as it replays it.
+
+A replay is two sweeps. Forward: every block in order, all but the last without a graph, collecting log-probabilities.
+With all of them known the objective's derivative d(loss)/d(log-prob) is known too, and what remains is linear.
+Backward: the blocks in reverse, each recomputed from its own boundary (the last one still has its graph), seeded with
+those derivatives, with the gradient of its rows that later blocks left in gradient pages, and with the gradient of the
+carry it hands on. That is `walk_segment`, and the prompt's chunks are walked by the same function (without a loss).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from workbench.architectures import ChunkContext, ChunkOutput
+from workbench.capture import chunk_spans, forward_checked, keep_carry, keep_page
+from workbench.errors import NonFiniteError
+from workbench.inputs import Ids, check_positive, check_responses
+from workbench.memory import MemoryMeter
+from workbench.ops.logprobs import backward_logprobs, token_logprobs
+from workbench.policy import Policy
+from workbench.state.pages import GradientPages, NamedTensors, Page
+from workbench.state.resident import Carry, ResidentState
+from workbench.types import Response
+
+BLOCK_TOKENS = 2048
+CarryGradient = tuple[dict[str, Tensor], ...]
+
+
+def score_responses(
+    policy: Policy,
+    state: ResidentState,
+    responses: Sequence[Response | Ids],
+    *,
+    temperature: float = 1.0,
+    block_tokens: int = BLOCK_TOKENS,
+    allow_stale: bool = False,
+) -> list[Tensor]:
+    """Log-probabilities of every response token, one 1-D float32 tensor per response (float64 for float64 models).
+
+    No graph is built. The scores are bitwise those of a replay with the same block_tokens and weights. Raises
+    InvalidInputError, StaleStateError (unless allow_stale), NonFiniteError.
+    """
+    check_positive("block_tokens", block_tokens)
+    state.require_current(policy.state_key, policy.weight_version, allow_stale=allow_stale, purpose="score_responses")
+    checked = check_responses(policy, state.positions + 1, responses)
+    scores = []
+    with policy.active():
+        for member, ids in enumerate(checked):
+            branch = Branch(policy, state, ids, member, block_tokens, temperature)
+            scores.append(branch.sweep_forward(keep_last_graph=False)[0])
+    return scores
+
+
+@dataclass
+class Segment:
+    """One piece of a walk: a response block (with targets) or a prompt chunk (without)."""
+
+    ids: Tensor
+    start: int
+    pages: Sequence[Page]
+    carry: Carry
+    place: str
+    targets: Tensor | None = None
+
+
+@dataclass
+class LiveSegment:
+    """A segment under autograd: its output and the carry leaves its graph starts from."""
+
+    output: ChunkOutput
+    leaves: Carry
+
+
+def run_segment(policy: Policy, segment: Segment, gradients: GradientPages) -> LiveSegment:
+    """Forward one segment under autograd; earlier rows report their gradients to `gradients`."""
+    leaves = tuple({name: t.detach().requires_grad_() for name, t in layer.items()} for layer in segment.carry)
+    context = ChunkContext(segment.start, segment.pages, leaves, gradients)
+    with torch.enable_grad():
+        return LiveSegment(forward_checked(policy, segment.ids, context, segment.place), leaves)
+
+
+def walk_segment(
+    policy: Policy,
+    segment: Segment,
+    live: LiveSegment,
+    gradients: GradientPages,
+    carry_gradient: CarryGradient | None,
+    *,
+    scale: float = 1.0,
+    coefficients: Tensor | None = None,
+    temperature: float = 1.0,
+    meter: MemoryMeter,
+) -> CarryGradient | None:
+    """Backward through one segment; parameter gradients are added, earlier rows' gradients go to `gradients`.
+
+    coefficients: d(loss)/d(log-prob) of the segment's targets, for response blocks.
+    carry_gradient: gradient of the carry after the segment; scale multiplies it and the rows' gradients.
+    Returns the gradient of the carry before the segment, or None when nothing reaches it.
+    """
+    roots: list[Tensor] = []
+    seeds: list[Tensor] = []
+    if coefficients is not None and segment.targets is not None:
+        with meter.ledger("logits"):
+            hidden_gradient = backward_logprobs(
+                policy.logits,
+                live.output.hidden[0].detach(),
+                segment.targets.to(policy.device),
+                coefficients,
+                temperature=temperature,
+            )
+        roots.append(live.output.hidden)
+        seeds.append(hidden_gradient[None])
+    for (layer, name), gradient in gradients.take(segment.start).items():
+        rows = live.output.layers[layer].rows[name]
+        roots.append(rows[..., rows.shape[-2] - gradient.shape[-2] :, :])
+        seeds.append(gradient * scale if scale != 1.0 else gradient)
+    for layer, named in enumerate(carry_gradient or ()):
+        for name, gradient in named.items():
+            roots.append(live.output.layers[layer].carry[name])
+            seeds.append(gradient * scale if scale != 1.0 else gradient)
+    pairs = [(root, seed.to(root.dtype)) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
+    if not pairs:
+        return None
+    torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+    gradient_before = tuple({n: t.grad for n, t in layer.items() if t.grad is not None} for layer in live.leaves)
+    return gradient_before if any(gradient_before) else None
+
+
+@dataclass
+class ReplayResult:
+    """loss: this member's share of the step's loss. logprobs, entropies: [R]. carry_gradient: at the boundary."""
+
+    loss: float
+    logprobs: Tensor
+    entropies: Tensor
+    carry_gradient: CarryGradient | None
+    num_blocks: int
+
+
+# member's log-probs [R] -> (loss, d loss / d log-probs [R])
+Coefficients = Callable[[Tensor], tuple[float, Tensor]]
+
+
+def replay_response(
+    policy: Policy,
+    state: ResidentState,
+    ids: Tensor,
+    *,
+    member: int,
+    coefficients: Coefficients,
+    gradients: GradientPages,
+    block_tokens: int = BLOCK_TOKENS,
+    temperature: float = 1.0,
+    meter: MemoryMeter,
+    on_graph: Callable[[Tensor], None] | None = None,
+) -> ReplayResult:
+    """Replay one member from the boundary and backward its loss; at most one block's graph is alive at any time.
+
+    ids: [R] int64. on_graph: called with each block's graph output (tests count how many are alive).
+    The policy must be active. Parameter gradients are added; gradients of resident rows go to `gradients`.
+    """
+    branch = Branch(policy, state, ids, member, block_tokens, temperature, gradients, meter)
+    logprobs, entropies, live = branch.sweep_forward(keep_last_graph=True)
+    loss, weights = coefficients(logprobs)
+    carry_gradient: CarryGradient | None = None
+    for segment, weight in zip(reversed(branch.segments), reversed(weights.split(block_tokens)), strict=True):
+        if live is None:
+            live = run_segment(policy, segment, gradients)
+        if on_graph is not None:
+            on_graph(live.output.hidden)
+        carry_gradient = walk_segment(
+            policy,
+            segment,
+            live,
+            gradients,
+            carry_gradient,
+            coefficients=weight,
+            temperature=temperature,
+            meter=meter,
+        )
+        live = None
+    return ReplayResult(loss, logprobs, entropies, carry_gradient, len(branch.segments))
+
+
+@dataclass
+class Branch:
+    """One member's continuation of the resident state; its pages are shared with the state, never copied."""
+
+    policy: Policy
+    state: ResidentState
+    ids: Tensor
+    member: int
+    block_tokens: int
+    temperature: float
+    gradients: GradientPages | None = None
+    meter: MemoryMeter | None = None
+    segments: list[Segment] = field(default_factory=list)
+
+    def sweep_forward(self, *, keep_last_graph: bool) -> tuple[Tensor, Tensor, LiveSegment | None]:
+        """Run all blocks in order; log-probs [R], entropies [R], and the last block's graph if asked."""
+        boundary, count = self.state.positions, self.ids.numel()
+        inputs = torch.cat([self.state.prompt_ids[-1:], self.ids[:-1]]) if count else self.ids
+        pages, carry = list(self.state.pages), self.state.carry_at(boundary)
+        logprobs, entropies, live = [], [], None
+        for start, stop in chunk_spans(boundary, boundary + count, self.block_tokens):
+            first, last = start - boundary, stop - boundary
+            place = f"response {self.member}, tokens [{first}, {last})"
+            segment = Segment(inputs[first:last], start, tuple(pages), carry, place, self.ids[first:last])
+            self.segments.append(segment)
+            if keep_last_graph and stop == boundary + count:
+                assert self.gradients is not None
+                live = run_segment(self.policy, segment, self.gradients)
+                output = live.output
+            else:
+                output = self._run_without_graph(segment)
+            chosen, entropy = self._logprobs(output.hidden[0], segment, first)
+            logprobs.append(chosen)
+            entropies.append(entropy)
+            if stop < boundary + count:
+                pages.append(keep_page(self.policy, output, start, stop))
+                carry = keep_carry(output)
+        return _concatenate(logprobs, self.policy), _concatenate(entropies, self.policy), live
+
+    @torch.no_grad()
+    def _run_without_graph(self, segment: Segment) -> ChunkOutput:
+        context = ChunkContext(segment.start, segment.pages, segment.carry)
+        return forward_checked(self.policy, segment.ids, context, segment.place)
+
+    def _logprobs(self, hidden: Tensor, segment: Segment, first: int) -> tuple[Tensor, Tensor]:
+        assert segment.targets is not None
+        meter = self.meter or MemoryMeter(self.policy.device, enabled=False)
+        with meter.ledger("logits"):
+            chosen, entropy = token_logprobs(
+                self.policy.logits,
+                hidden.detach(),
+                segment.targets.to(self.policy.device),
+                temperature=self.temperature,
+            )
+        bad = (~torch.isfinite(chosen)).nonzero()
+        if bad.numel():
+            raise NonFiniteError(
+                f"response {self.member}, token {first + int(bad[0])}: log-probability is {float(chosen[bad[0]])}; the "
+                "language-model head gives NaN, or the policy gives this token probability 0"
+            )
+        return chosen, entropy
+
+
+def _concatenate(parts: list[Tensor], policy: Policy) -> Tensor:
+    return torch.cat(parts) if parts else torch.zeros(0, device=policy.device)

@@ -1,0 +1,155 @@
+"""Sample a whole group from one resident state: all members decode together, the prompt's rows exist once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.architectures import ChunkContext, ChunkOutput
+from workbench.errors import InvalidInputError, NonFiniteError
+from workbench.inputs import check_positive
+from workbench.policy import Policy
+from workbench.progress import progress
+from workbench.state.pages import NamedTensors, Page
+from workbench.state.resident import Carry, ResidentState
+from workbench.types import Response, accumulation_dtype
+
+
+def sample_responses(
+    policy: Policy,
+    state: ResidentState,
+    num_responses: int,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    eos_token_ids: Sequence[int] | None = (),
+    seed: int | None = None,
+    allow_stale: bool = False,
+) -> list[Response]:
+    """Sample `num_responses` responses of at most `max_new_tokens` tokens from the boundary.
+
+    Every member attends over the same resident pages (queries of all members fold into one); only the few rows of the
+    responses themselves, and the carries, exist per member.
+    eos_token_ids: ids that end a response; empty: every end-of-sequence id the model's own configuration names;
+        None: nothing ends a response early. The end id is part of the response.
+    seed: same seed, weights and state give the same responses. Raises InvalidInputError, StaleStateError,
+    NonFiniteError.
+    """
+    _check_sampling(policy, state, num_responses, max_new_tokens, temperature, top_p)
+    state.require_current(policy.state_key, policy.weight_version, allow_stale=allow_stale, purpose="sample_responses")
+    ends = () if eos_token_ids is None else tuple(eos_token_ids) or policy.eos_token_ids()
+    end_ids = torch.tensor(ends, dtype=torch.int64, device=policy.device)
+    generator = torch.Generator(device=policy.device)
+    generator.seed() if seed is None else generator.manual_seed(seed)
+
+    decoder = _GroupDecoder(policy, state, num_responses, max_new_tokens)
+    ids, logprobs = [], []
+    finished = torch.zeros(num_responses, dtype=torch.bool, device=policy.device)
+    lengths = torch.full((num_responses,), max_new_tokens, dtype=torch.int64, device=policy.device)
+    with policy.active(), torch.no_grad():
+        for step in progress(range(max_new_tokens), "sample", unit="token"):
+            logits = decoder.logits() if step == 0 else decoder.logits(ids[-1])
+            chosen, chosen_logprobs = _sample(logits, temperature, top_p, generator)
+            ids.append(chosen)
+            logprobs.append(chosen_logprobs)
+            ending = torch.isin(chosen, end_ids) & ~finished
+            lengths = torch.where(ending, step + 1, lengths)
+            finished |= ending
+            if bool(finished.all()):
+                break
+    all_ids, all_logprobs = torch.stack(ids, dim=1).cpu(), torch.stack(logprobs, dim=1).cpu()
+    return [
+        Response(all_ids[m, :length].clone(), all_logprobs[m, :length].clone(), bool(finished[m]))
+        for m, length in enumerate(lengths.tolist())
+    ]
+
+
+def _check_sampling(
+    policy: Policy, state: ResidentState, num_responses: int, max_new_tokens: int, temperature: float, top_p: float
+) -> None:
+    check_positive("num_responses", num_responses)
+    check_positive("max_new_tokens", max_new_tokens)
+    if not temperature > 0.0:
+        raise InvalidInputError(f"temperature={temperature!r} must be > 0")
+    if not 0.0 < top_p <= 1.0:
+        raise InvalidInputError(f"top_p={top_p!r} must be in (0, 1]")
+    needed = state.positions + 1 + max_new_tokens
+    if needed > policy.max_positions:
+        raise InvalidInputError(
+            f"prompt and max_new_tokens need {needed} positions, more than the model's max_position_embeddings of "
+            f"{policy.max_positions}; shorten them, or lift the limit with Policy(..., max_positions=N)"
+        )
+
+
+def _sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """One id per member, [G], and its log-probability at this temperature before top-p, [G]."""
+    logprobs = torch.log_softmax(logits.to(accumulation_dtype(logits.dtype)) / temperature, dim=-1)
+    probabilities = logprobs.exp()
+    if top_p < 1.0:
+        ordered, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(dim=-1) - ordered  # mass before each id: the first id is always kept
+        kept = ordered.masked_fill(before >= top_p, 0.0)
+        probabilities = torch.zeros_like(probabilities).scatter_(-1, order, kept)
+    chosen = torch.multinomial(probabilities, 1, generator=generator)
+    return chosen[:, 0], logprobs.gather(-1, chosen)[:, 0]
+
+
+@dataclass
+class _OwnRows:
+    """Row buffers of the responses, [G, heads, max_new_tokens, width] by layer and name, filled from the left."""
+
+    layers: list[dict[str, Tensor]]
+    start: int
+    filled: int = 0
+
+    def page(self) -> Page:
+        views: list[NamedTensors] = [
+            {name: t[..., : self.filled, :] for name, t in layer.items()} for layer in self.layers
+        ]
+        return Page(self.start, self.start + self.filled, tuple(views))
+
+
+class _GroupDecoder:
+    """Decodes G members in lockstep over the pages of one resident state."""
+
+    def __init__(self, policy: Policy, state: ResidentState, group: int, max_new_tokens: int) -> None:
+        self._policy, self._state, self._group, self._max = policy, state, group, max_new_tokens
+        self._rows = _OwnRows([{} for _ in range(policy.adapter.num_layers)], state.positions)
+        self._carry: Carry = state.carry_at(state.positions)
+
+    def logits(self, ids: Tensor | None = None) -> Tensor:
+        """Next-token logits [G, V]; ids [G] are the members' last tokens, None: the last prompt token."""
+        if ids is None:  # the same for all members: run it once
+            batch = self._state.prompt_ids[-1:][None].to(self._policy.device)
+        else:
+            batch = ids[:, None]
+        pages = [*self._state.pages, self._rows.page()] if self._rows.filled else self._state.pages
+        position = self._state.positions + self._rows.filled
+        context = ChunkContext(position, pages, self._carry)
+        output = self._policy.adapter.forward_chunk(batch, context)
+        if not torch.isfinite(output.hidden).all():
+            self._policy.adapter.forward_chunk(batch, context, locate=f"sampling, position {position}")
+            raise NonFiniteError(f"sampling, position {position}: NaN or infinity in the final norm")
+        self._append(output)
+        logits = self._policy.logits(output.hidden[:, -1])
+        if torch.isnan(logits).any():
+            raise NonFiniteError(f"sampling, position {position}: the language-model head gives NaN")
+        return logits.expand(self._group, -1)
+
+    def _append(self, output: ChunkOutput) -> None:
+        """Store the new token's rows and carry for every member."""
+        at = self._rows.filled
+        for buffers, layer in zip(self._rows.layers, output.layers, strict=True):
+            for name, new in layer.rows.items():
+                if name not in buffers:
+                    shape = (self._group, new.shape[1], self._max, new.shape[3])
+                    buffers[name] = new.new_zeros(shape)
+                buffers[name][:, :, at : at + 1] = new
+        self._rows.filled = at + 1
+        self._carry = tuple(
+            {name: t.expand(self._group, *t.shape[1:]) for name, t in layer.carry.items()} for layer in output.layers
+        )

@@ -1,0 +1,104 @@
+"""Pages of rows, and the gradients that flow into them.
+
+Two kinds of state: *rows* are appended per token (keys and values, latents, index keys) and never change once written;
+a *carry* is replaced as a whole by every chunk (recurrent state, convolution tail). Nothing here knows an architecture:
+rows and carries are named tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from workbench.types import accumulation_dtype
+
+NamedTensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """What one layer of one chunk leaves behind.
+
+    rows: {name: [batch, heads, tokens, width]}, token axis -2.
+    carry: {name: tensor}, the state after the chunk's last token; empty for layers without one.
+    """
+
+    rows: NamedTensors = field(default_factory=dict)
+    carry: NamedTensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Page:
+    """The rows of one chunk or block, positions start .. stop - 1, by layer.
+
+    A layer with a sliding window keeps only the last rows that a later token can see, so the rows of a layer end at
+    `stop` but may begin after `start`.
+    """
+
+    start: int
+    stop: int
+    layers: tuple[NamedTensors, ...]
+
+    def rows_start(self, layer: int) -> int:
+        """Position of the first kept row of `layer`."""
+        rows = next(iter(self.layers[layer].values()), None)
+        return self.stop - (0 if rows is None else rows.shape[-2])
+
+    def tensors(self) -> Iterator[Tensor]:
+        for rows in self.layers:
+            yield from rows.values()
+
+
+class GradientPages:
+    """Gradients of resident rows, one fp32 tensor per touched row tensor, allocated at the first touch.
+
+    wanted: which pages take a gradient, by their start position; a gradient for any other page is dropped, which is
+        what detaches the prompt in the cheaper gradient scopes.
+    on_allocate: called with each new tensor (the memory meter books it).
+    """
+
+    def __init__(self, wanted: Callable[[int], bool], on_allocate: Callable[[Tensor], None] | None = None) -> None:
+        self._wanted = wanted
+        self._on_allocate = on_allocate
+        self._pages: dict[int, dict[tuple[int, str], Tensor]] = {}
+        self.num_allocated = 0
+
+    def wants(self, page: Page) -> bool:
+        return self._wanted(page.start)
+
+    def add(self, page: Page, layer: int, name: str, gradient: Tensor) -> None:
+        """Add `gradient` (the row tensor's shape) in place, in float32 (float64 for float64 rows)."""
+        slots = self._pages.setdefault(page.start, {})
+        present = slots.get((layer, name))
+        if present is not None:
+            present += gradient
+            return
+        fresh = gradient.to(accumulation_dtype(gradient.dtype), copy=True, memory_format=torch.contiguous_format)
+        slots[layer, name] = fresh
+        self.num_allocated += 1
+        if self._on_allocate is not None:
+            self._on_allocate(fresh)
+
+    def take(self, start: int) -> dict[tuple[int, str], Tensor]:
+        """Remove and return the gradients of the page that begins at `start`: {(layer, name): gradient}."""
+        return self._pages.pop(start, {})
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for slots in self._pages.values() for t in slots.values())
+
+
+def exact_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Detached contiguous copies whose storage holds exactly their elements (a view would keep its whole base)."""
+    return {name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
+
+
+def last_rows(rows: NamedTensors, count: int) -> dict[str, Tensor]:
+    return {name: t[..., max(0, t.shape[-2] - count) :, :] for name, t in rows.items()}
+
+
+def total_nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)
