@@ -10,7 +10,7 @@ from torch import Tensor
 from workbench.architectures import ChunkContext, ChunkOutput
 from workbench.errors import NonFiniteError
 from workbench.inputs import Ids, check_positive, check_prompt
-from workbench.memory import MemoryMeter
+from workbench.memory import NO_METER, MemoryMeter
 from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.state.pages import NamedTensors, Page, exact_copy, last_rows
@@ -34,7 +34,7 @@ def capture_prompt(
     """
     check_positive("chunk_tokens", chunk_tokens)
     prompt = check_prompt(policy, prompt_ids)
-    meter = meter or MemoryMeter(policy.device, enabled=False)
+    meter = meter or NO_METER
     weight_version = policy.weight_version
     boundary = prompt.numel() - 1
     pages: list[Page] = []
@@ -42,14 +42,15 @@ def capture_prompt(
     carries: dict[int, Carry] = {0: carry}
     with policy.active(), torch.no_grad():
         for start, stop in progress(list(chunk_spans(0, boundary, chunk_tokens)), "capture", unit="chunk"):
-            page, carry = _capture_chunk(policy, prompt, start, stop, pages, carry)
-            meter.tag("rows", page.tensors())
-            meter.tag("carry", (tensor for layer in carry for tensor in layer.values()))
+            context = ChunkContext(start, pages, carry)
+            place = f"capture, prompt chunk [{start}, {stop})"
+            output = forward_checked(policy, prompt[start:stop], context, place)
             if not keep_boundaries:
                 carries.clear()
                 pages = _forget_unseen_rows(policy, pages, stop)
-            pages.append(page)
-            carries[stop] = carry
+            pages.append(keep_page(policy, output, start, stop, meter))
+            carries[stop] = carry = keep_carry(output, meter)
+            del output, context  # their projections must be gone before the next chunk allocates its own
     return ResidentState(
         policy_key=policy.state_key,
         weight_version=weight_version,
@@ -81,25 +82,19 @@ def forward_checked(policy: Policy, ids: Tensor, context: ChunkContext, place: s
     return output
 
 
-def keep_page(policy: Policy, output: ChunkOutput, start: int, stop: int) -> Page:
+def keep_page(policy: Policy, output: ChunkOutput, start: int, stop: int, meter: MemoryMeter) -> Page:
     """Exact-size copies of the rows that tokens from `stop` on can see."""
     layers: list[NamedTensors] = []
-    for index, layer in enumerate(output.layers):
-        limit = policy.adapter.row_limit(index)
-        layers.append(exact_copy(layer.rows if limit is None else last_rows(layer.rows, limit)))
+    with meter.ledger("rows"):
+        for index, layer in enumerate(output.layers):
+            limit = policy.adapter.row_limit(index)
+            layers.append(exact_copy(layer.rows if limit is None else last_rows(layer.rows, limit)))
     return Page(start, stop, tuple(layers))
 
 
-def keep_carry(output: ChunkOutput) -> Carry:
-    return tuple(exact_copy(layer.carry) for layer in output.layers)
-
-
-def _capture_chunk(
-    policy: Policy, prompt: Tensor, start: int, stop: int, pages: Sequence[Page], carry: Carry
-) -> tuple[Page, Carry]:
-    context = ChunkContext(start, pages, carry)
-    output = forward_checked(policy, prompt[start:stop], context, f"capture, prompt chunk [{start}, {stop})")
-    return keep_page(policy, output, start, stop), keep_carry(output)
+def keep_carry(output: ChunkOutput, meter: MemoryMeter) -> Carry:
+    with meter.ledger("carry"):
+        return tuple(exact_copy(layer.carry) for layer in output.layers)
 
 
 def _forget_unseen_rows(policy: Policy, pages: Sequence[Page], stop: int) -> list[Page]:

@@ -13,8 +13,6 @@ from workbench.errors import InvalidInputError
 from workbench.policy import Policy
 
 DEMO_MODEL = "gemma3-270m"
-# The sparse-attention indexer takes no gradient, so an adapter there would never be trained.
-_FROZEN_MODULES = r".*\.indexer\..*"
 
 
 def load_policy(
@@ -34,7 +32,9 @@ def load_policy(
 
     source: a transformers or PEFT model, a folder, a hub id, or "gemma3-270m" (the real model of the `demo` extra).
     lora: rank, a mapping of `peft.LoraConfig` fields or a LoraConfig; alpha defaults to 2 x rank, targets to every
-        linear layer of the decoder. The base model is frozen; B starts at zero. seed: of the adapter's initial values.
+        nn.Linear of the decoder but the sparse-attention indexer, which takes no gradient (routers and stacked expert
+        weights are no nn.Linear and stay frozen). The base model is frozen; B starts at zero. seed: of the adapter's
+        initial values.
     quantization: None or "nf4" (bitsandbytes, for folders and hub ids).
     adapter_scope: "all" is the only scope implemented. reference, vocab_size, max_positions: see `Policy`.
     """
@@ -95,8 +95,7 @@ def _with_lora(model: nn.Module, lora: Any, seed: int) -> nn.Module:
     else:
         fields: dict[str, Any] = {"r": lora} if isinstance(lora, int) else dict(lora)
         fields.setdefault("lora_alpha", 2 * fields.get("r", 8))
-        fields.setdefault("target_modules", "all-linear")
-        fields.setdefault("exclude_modules", _FROZEN_MODULES)
+        fields.setdefault("target_modules", _decoder_linears(model))
         try:
             config = LoraConfig(task_type="CAUSAL_LM", **fields)
         except TypeError as error:
@@ -104,3 +103,8 @@ def _with_lora(model: nn.Module, lora: Any, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return get_peft_model(model, config)
+
+
+def _decoder_linears(model: nn.Module) -> list[str]:
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name in names if "indexer" not in name.split(".") and not name.endswith("lm_head")]

@@ -347,3 +347,7 @@ class MemoryMeter:
     def _require_running(self) -> None:
         if self._mode is None or self._live_bytes_at_end is not None:
             raise WorkbenchError("this MemoryMeter is not running: use it inside its `with` block")
+
+
+NO_METER = MemoryMeter(enabled=False)
+"""For callers that do not measure."""

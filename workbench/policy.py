@@ -136,7 +136,8 @@ class Policy:
         return view
 
     def _current_fingerprint(self) -> tuple[Any, ...]:
-        versions = tuple((p._version, p.data_ptr()) for p in self.model.parameters())
+        rewritten = _rewritten_by_forward(self.model)
+        versions = tuple((p._version, p.data_ptr()) for p in self.model.parameters() if id(p) not in rewritten)
         active = tuple(self._peft.active_adapters) if self._peft is not None else ()
         return versions, active
 
@@ -150,6 +151,12 @@ def _peft_model(model: nn.Module) -> Any:
     if kinds != {"LORA"}:
         raise UnsupportedModelError(f"PEFT methods {sorted(kinds)} are not supported; only LORA is")
     return model
+
+
+def _rewritten_by_forward(model: nn.Module) -> set[int]:
+    """Frozen parameters that PEFT's LoRA on parameters puts back after each forward, which counts as a write."""
+    wrappers = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
+    return {id(p) for w in wrappers for p in w.get_base_layer().parameters(recurse=False) if not p.requires_grad}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from workbench.architectures import ChunkContext, ChunkOutput
 from workbench.capture import chunk_spans, forward_checked, keep_carry, keep_page
 from workbench.errors import NonFiniteError
 from workbench.inputs import Ids, check_positive, check_responses
-from workbench.memory import MemoryMeter
+from workbench.memory import NO_METER, MemoryMeter
 from workbench.ops.logprobs import backward_logprobs, token_logprobs
 from workbench.policy import Policy
 from workbench.state.pages import GradientPages, NamedTensors, Page
@@ -201,7 +201,7 @@ class Branch:
     block_tokens: int
     temperature: float
     gradients: GradientPages | None = None
-    meter: MemoryMeter | None = None
+    meter: MemoryMeter = NO_METER
     segments: list[Segment] = field(default_factory=list)
 
     def sweep_forward(self, *, keep_last_graph: bool) -> tuple[Tensor, Tensor, LiveSegment | None]:
@@ -225,8 +225,8 @@ class Branch:
             logprobs.append(chosen)
             entropies.append(entropy)
             if stop < boundary + count:
-                pages.append(keep_page(self.policy, output, start, stop))
-                carry = keep_carry(output)
+                pages.append(keep_page(self.policy, output, start, stop, self.meter))
+                carry = keep_carry(output, self.meter)
         return _concatenate(logprobs, self.policy), _concatenate(entropies, self.policy), live
 
     @torch.no_grad()
@@ -236,8 +236,7 @@ class Branch:
 
     def _logprobs(self, hidden: Tensor, segment: Segment, first: int) -> tuple[Tensor, Tensor]:
         assert segment.targets is not None
-        meter = self.meter or MemoryMeter(self.policy.device, enabled=False)
-        with meter.ledger("logits"):
+        with self.meter.ledger("logits"):
             chosen, entropy = token_logprobs(
                 self.policy.logits,
                 hidden.detach(),

@@ -8,6 +8,7 @@ rows and carries are named tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -57,12 +58,16 @@ class GradientPages:
 
     wanted: which pages take a gradient, by their start position; a gradient for any other page is dropped, which is
         what detaches the prompt in the cheaper gradient scopes.
-    on_allocate: called with each new tensor (the memory meter books it).
+    allocating: context entered around each allocation (the memory meter books it there).
     """
 
-    def __init__(self, wanted: Callable[[int], bool], on_allocate: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(
+        self,
+        wanted: Callable[[int], bool],
+        allocating: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._wanted = wanted
-        self._on_allocate = on_allocate
+        self._allocating = allocating
         self._pages: dict[int, dict[tuple[int, str], Tensor]] = {}
         self.num_allocated = 0
 
@@ -76,19 +81,14 @@ class GradientPages:
         if present is not None:
             present += gradient
             return
-        fresh = gradient.to(accumulation_dtype(gradient.dtype), copy=True, memory_format=torch.contiguous_format)
-        slots[layer, name] = fresh
+        dtype = accumulation_dtype(gradient.dtype)
+        with self._allocating():
+            slots[layer, name] = gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
         self.num_allocated += 1
-        if self._on_allocate is not None:
-            self._on_allocate(fresh)
 
     def take(self, start: int) -> dict[tuple[int, str], Tensor]:
         """Remove and return the gradients of the page that begins at `start`: {(layer, name): gradient}."""
         return self._pages.pop(start, {})
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for slots in self._pages.values() for t in slots.values())
 
 
 def exact_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

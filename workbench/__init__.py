@@ -1,0 +1,44 @@
+"""Long-context GRPO under a fixed memory budget: capture once, replay serially, gradient through the prompt."""
+
+from workbench.capture import capture_prompt
+from workbench.config import ObjectiveConfig
+from workbench.errors import (
+    InvalidInputError,
+    NonFiniteError,
+    StaleStateError,
+    UnsupportedModelError,
+    WorkbenchError,
+)
+from workbench.loading import load_policy
+from workbench.objective import group_advantages
+from workbench.policy import Policy
+from workbench.replay import score_responses
+from workbench.rollout import sample_responses
+from workbench.state.pages import LayerState
+from workbench.state.resident import ResidentState
+from workbench.types import Response, Sampled, StepReport, Tail
+from workbench.update import update_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "InvalidInputError",
+    "LayerState",
+    "NonFiniteError",
+    "ObjectiveConfig",
+    "Policy",
+    "ResidentState",
+    "Response",
+    "Sampled",
+    "StaleStateError",
+    "StepReport",
+    "Tail",
+    "UnsupportedModelError",
+    "WorkbenchError",
+    "capture_prompt",
+    "group_advantages",
+    "load_policy",
+    "sample_responses",
+    "score_responses",
+    "update_step",
+]
