@@ -232,15 +232,13 @@ def test_the_meter_keeps_no_tensor_and_no_graph_alive():
             del y
             assert (storage(), saved()) == (None, None)
             z = x.exp()
-            kept = weakref.ref(z.untyped_storage())
+        book, kept = weakref.ref(meter._book), weakref.ref(z.untyped_storage())
+        del meter  # while z lives: its record must not hold the book
+        assert book() is None
         del z
         assert kept() is None
     finally:
         gc.enable()
-    book = weakref.ref(meter._book)
-    del meter
-    gc.collect()
-    assert book() is None
 
 
 def test_frees_after_the_block_change_nothing():
@@ -322,6 +320,14 @@ def test_a_storage_stays_in_the_ledger_of_its_allocation():
             rows.add_(1.0)
     assert (meter.report()["rows"], meter.report()["other"]) == (10 * F4, 0)
     assert len(view) == 8
+
+
+def test_a_ledger_gives_back_what_is_freed():
+    with MemoryMeter() as meter, meter.ledger("logits"):
+        for count in (30, 40, 20):
+            logits = floats(count)
+            del logits
+    assert meter.report()["logits"] == 40 * F4
 
 
 def test_tag_moves_bytes_between_ledgers_once():

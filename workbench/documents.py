@@ -1,4 +1,4 @@
-"""A long document that every Python has - its own library's reference - and a question about it with a checkable answer.
+"""A long document that every Python has, its own library's reference, and a question about it that code can check.
 
 The text comes from signatures and docstrings, so it needs no network and no data file; it is the same for the same
 Python version and platform. The question is put in completion style, since the demo model is not instruction tuned.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from workbench.errors import InvalidInputError
 
-# Public, importable everywhere without side effects; about 300,000 characters of reference in all.
+# Public, importable everywhere without side effects; about 475,000 characters of reference in all.
 _MODULES = """
     subprocess argparse logging json shutil textwrap statistics difflib tempfile heapq collections csv pathlib random
     calendar configparser contextlib copy dataclasses decimal email enum fileinput fractions functools gettext glob gzip
@@ -56,7 +56,9 @@ def library_task(tokenizer: Any, prompt_tokens: int) -> DocumentTask:
     tokenizer: has `encode(text, add_special_tokens=)`, as transformers' tokenizers and ByteTokenizer have.
     Raises InvalidInputError if the prompt is too short to hold that entry and the question, or longer than the library.
     """
-    question, answer = _question(), _answer()
+    if not _entry(_SUBJECT):
+        raise InvalidInputError("library_task: this Python runs without docstrings (-OO), so there is no document")
+    question = _question()
     question_ids = tokenizer.encode(question, add_special_tokens=False)
     entry_tokens = len(tokenizer.encode(_entry(_SUBJECT).split("\n")[0]))
     document_tokens = prompt_tokens - len(question_ids)
@@ -66,9 +68,11 @@ def library_task(tokenizer: Any, prompt_tokens: int) -> DocumentTask:
     document_ids = _encode_at_least(tokenizer, document_tokens)
     if len(document_ids) < document_tokens:
         most = len(document_ids) + len(question_ids)
-        raise InvalidInputError(f"library_task: prompt_tokens={prompt_tokens} is longer than the library, at most {most}")
+        raise InvalidInputError(
+            f"library_task: prompt_tokens={prompt_tokens} is longer than the library, at most {most}"
+        )
     prompt_ids = torch.tensor([*document_ids[:document_tokens], *question_ids])
-    return DocumentTask(prompt_ids, question, answer, document_tokens)
+    return DocumentTask(prompt_ids, question, _answer(), document_tokens)
 
 
 def answer_similarity(
@@ -97,7 +101,8 @@ def _question() -> str:
     given = ", ".join(_parameters(_SUBJECT)[:_NUM_GIVEN])
     return (
         "\n\n# Exercises\n\n"
-        f"Question: Which parameters does {_name(example)} take, in order?\nAnswer: {', '.join(_parameters(example))}\n\n"
+        f"Question: Which parameters does {_name(example)} take, in order?\n"
+        f"Answer: {', '.join(_parameters(example))}\n\n"
         f"Question: Which parameters does {_name(_SUBJECT)} take, in order?\nAnswer: {given},"
     )
 
@@ -120,7 +125,8 @@ def _encode_at_least(tokenizer: Any, num_tokens: int) -> list[int]:
     Encoded in one piece, as a tokenizer may merge across entries; taken in doubling pieces, as tokenizing all of the
     library takes seconds.
     """
-    entries, text, ids = _library_entries(), "", []
+    ids: list[int] = []
+    entries, text = _library_entries(), ""
     while len(ids) < num_tokens:
         target = max(2 * len(text), 4 * num_tokens)
         before = len(text)

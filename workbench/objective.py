@@ -316,17 +316,15 @@ def _unmasked(name: str, values: Tensor, like: Tensor, mask: Tensor | None, memb
             )
     values = values.to(like.device, accumulation_dtype(like.dtype))
     keep = None if mask is None else mask.to(like.device) != 0
-    # Dropping masked slots, instead of multiplying by 0, is what keeps their NaN and infinity out of the gradient.
-    chosen = values if keep is None else values[keep]
-    finite = chosen.detach().isfinite()
-    if not bool(finite.all()):
-        bad = ~values.detach().isfinite() if keep is None else ~values.detach().isfinite() & keep
+    bad = ~values.detach().isfinite() if keep is None else ~values.detach().isfinite() & keep
+    if bool(bad.any()):
         position = int(bad.nonzero()[0])
         raise NonFiniteError(
             f"{name} of response {member} at position {position} is {float(values.detach()[position])}; "
             "mask the token if it is not part of the objective"
         )
-    return chosen
+    # Dropping masked slots, instead of multiplying by 0, is what keeps their NaN and infinity out of the gradient.
+    return values if keep is None else values[keep]
 
 
 def _policy_terms(

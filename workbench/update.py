@@ -108,10 +108,11 @@ def update_step(
             walked = walk_prompt(
                 policy, state, plan, pages, carry_gradient, meter=meter, on_graph=step.census.register
             )
+        num_chunks = len(state.pages) if captured else 0
+        del state, carry_gradient  # a state captured here is freed before the optimizer allocates its own
         # 6. Finalize: all gradients finite, clip, one optimizer call
         with clock.stage("optimizer"), meter.ledger("optimizer"):
             grad_norm = _finalize(policy, gradients_or_nothing, optimizer, objective)
-    num_chunks = len(state.pages) if captured else 0
     return _report(policy, step, gradient_scope, clock, grad_norm, walked, num_chunks, pages)
 
 

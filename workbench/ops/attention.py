@@ -247,10 +247,15 @@ def _part_backward(
     return _unfold_members(dq, batch), dk, dv
 
 
+def _has_flash_kernel(query: Tensor) -> bool:
+    """torch's CPU flash kernel returns the log-sum-exp and takes masks; elsewhere plain matrix products serve."""
+    return query.device.type == "cpu"
+
+
 def _kernel_forward(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    if query.device.type == "cpu":
+    if _has_flash_kernel(query):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scaling
         )
@@ -271,7 +276,7 @@ def _kernel_backward(
     mask: Tensor | None,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if query.device.type == "cpu":
+    if _has_flash_kernel(query):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scaling
         )

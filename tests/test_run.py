@@ -1,0 +1,244 @@
+"""The runner, on toy notebooks: every outcome leaves a folder that says what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from workbench.errors import InvalidInputError
+from workbench.publish import ExternalAddressError, find_external_addresses, notebook_html
+from workbench.records import RunRecord, provenance, read_record, save_results, write_record
+from workbench.run import main, parse_value, resolve_parameters, run_notebook
+
+ROOT = Path(__file__).resolve().parents[1]
+PARAMETERS = 'size = 2\nrate = 1e-3\nname = "a"\nflag = False\nitems = [1]\nderived = 2**3'
+
+
+def make_notebook(folder: Path, *cells: str, stem: str = "toy") -> Path:
+    """A notebook with a parameters cell, then `cells`."""
+    node = nbformat.v4.new_notebook()
+    node.cells = [nbformat.v4.new_code_cell(source) for source in (PARAMETERS, *cells)]
+    node.cells[0].metadata["tags"] = ["parameters"]
+    # A foreign kernel name, as notebooks from other machines have: the runner must not look for it.
+    node.metadata["kernelspec"] = {"name": "somebodys-env", "display_name": "x", "language": "python"}
+    path = folder / f"{stem}.ipynb"
+    nbformat.write(node, path)
+    return path
+
+
+def output_text(folder: Path) -> str:
+    node = nbformat.read(next(folder.glob("*.ipynb")), as_version=4)
+    return "".join(
+        output.get("text", "") or "\n".join(output.get("traceback", []))
+        for cell in node.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    )
+
+
+def test_a_run_leaves_notebook_page_and_record(tmp_path):
+    notebook = make_notebook(
+        tmp_path,
+        "import sys\nprint(sys.executable)\nprint(size, rate, repr(name), flag, items)",
+        "from workbench.records import save_results\n"
+        "save_results('toy', {'answer': 42, 'seconds': {'think': 0.5}, 'memory': {'rows': 7}, 'seed': 3})",
+    )
+    # Braces in a path are literal, though papermill formats paths.
+    runs = tmp_path / "runs {size}"
+    asked = {"size": "3", "rate": "1e-5", "name": "3", "flag": "true", "items": "[1, 2]"}
+    record, folder = run_notebook(notebook, asked, runs=runs, argv=["toy.ipynb"])
+
+    assert record.status == "completed", record.error
+    assert output_text(folder) == f"{sys.executable}\n3 1e-05 '3' True [1, 2]\n"
+    written = read_record(folder / "run.json")
+    assert written["status"] == "completed"
+    assert written["parameters"] == {"size": 3, "rate": 1e-5, "name": "3", "flag": True, "items": [1, 2]}
+    assert written["results"] == {"toy": {"answer": 42}}
+    assert written["seed"] == 3
+    assert set(written["seconds"]) == {"think", "total"}
+    assert written["memory"]["rows"] == 7
+    assert written["memory"]["peak_resident_bytes"] > 2**20
+    assert written["provenance"]["versions"]["torch"]
+    assert set(written["provenance"]["git"]) == {"revision", "dirty"}
+    assert written["argv"] == ["toy.ipynb"]
+
+    page = (folder / "toy.html").read_text()
+    assert "1e-05" in page
+    assert find_external_addresses(page) == []
+    saved = (folder / "toy.ipynb").read_text()
+    assert "finish_notebook" not in saved
+    assert "somebodys-env" not in saved
+    assert str(tmp_path) not in saved
+
+
+def test_a_failing_cell_leaves_everything_up_to_it(tmp_path, capsys):
+    notebook = make_notebook(tmp_path, "print('before')", "raise ValueError('of this')", "print('after')")
+    assert main([str(notebook), "--runs", str(tmp_path / "runs")]) == 1
+    (folder,) = (tmp_path / "runs").iterdir()
+    written = read_record(folder / "run.json")
+    assert written["status"] == "failed"
+    assert "ValueError: of this" in written["error"]
+    assert "ValueError: of this" in capsys.readouterr().err
+    assert "before" in output_text(folder)
+    assert "after" not in output_text(folder)
+    assert "of this" in (folder / "toy.html").read_text()
+
+
+def test_a_dead_kernel_is_a_failure(tmp_path):
+    notebook = make_notebook(tmp_path, "import os\nos._exit(7)")
+    record, folder = run_notebook(notebook, runs=tmp_path / "runs")
+    assert record.status == "failed"
+    assert "DeadKernelError" in record.error
+    assert (folder / "toy.html").exists()
+
+
+def test_a_notebook_that_ends_early_without_an_error_is_a_failure(tmp_path):
+    notebook = make_notebook(tmp_path, "import sys\nsys.exit(0)", "print('after')")
+    record, _ = run_notebook(notebook, runs=tmp_path / "runs")
+    assert record.status == "failed"
+    assert "never reached" in record.error
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a POSIX signal")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_leaves_what_was_done(tmp_path, signum):
+    notebook = make_notebook(
+        tmp_path,
+        "import os\nprint('first')",
+        "from pathlib import Path\nPath(os.environ['LONGSTRAW_RUN_DIR'], 'pid').write_text(str(os.getpid()))\n"
+        "import time\ntime.sleep(600)",
+    )
+    runs = tmp_path / "runs"
+    command = [sys.executable, "-m", "workbench.run", str(notebook), "--runs", str(runs)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (found := [p for p in runs.glob("*/pid") if p.read_text()]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=60)
+
+    assert process.returncode == 130, errors
+    folder = found[0].parent
+    assert read_record(folder / "run.json")["status"] == "interrupted"
+    assert "first" in output_text(folder)
+    assert "first" in (folder / "toy.html").read_text()
+    with pytest.raises(ProcessLookupError):  # the kernel is gone too
+        os.kill(int(found[0].read_text()), 0)
+
+
+def test_an_unknown_parameter_is_an_error_before_anything_starts(tmp_path, capsys):
+    notebook = make_notebook(tmp_path)
+    assert main([str(notebook), "-p", "sise", "3", "--runs", str(tmp_path / "runs")]) == 2
+    assert "no parameter 'sise': did you mean size?" in capsys.readouterr().err
+    with pytest.raises(InvalidInputError, match="it has size, rate, name, flag, items, derived"):
+        run_notebook(notebook, {"zzzzzz": "1"}, runs=tmp_path / "runs")
+    with pytest.raises(InvalidInputError, match="no notebook at"):
+        run_notebook(tmp_path / "missing.ipynb", runs=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "default", "value"),
+    [
+        ("true", False, True),
+        ("False", True, False),
+        ("1e-5", 0.1, 1e-5),
+        ("3", 2, 3),
+        ("3", "a", "3"),
+        ("true", "a", "true"),
+        ("[1, 2]", None, [1, 2]),
+        ('{"r": 8}', None, {"r": 8}),
+        ("null", 1, None),
+        ("None", 1, None),
+        ("full", None, "full"),
+        ("no", False, "no"),  # not YAML 1.1: the notebook's validation refuses it
+    ],
+)
+def test_values_are_read_as_json_unless_the_default_is_text(text, default, value):
+    parsed = parse_value(text, default)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_a_default_that_is_an_expression_does_not_stop_the_run(tmp_path):
+    assert resolve_parameters(make_notebook(tmp_path), {"derived": "5"}) == {"derived": 5}
+
+
+@pytest.mark.parametrize(
+    "html",
+    [
+        '<script src="https://cdn.example/x.js"></script>',
+        "<script src=//cdn.example/x.js></script>",
+        "<img alt='' src='http://pictures.example/a.png'>",
+        '<link rel="stylesheet" href="https://cdn.example/x.css">',
+        "<style>@import 'https://cdn.example/x.css';</style>",
+        "<p style=\"background: url('https://pictures.example/a.png')\">",
+        "<style>p { background: url(//pictures.example/a.png) }</style>",
+        "<script type=module>import { a } from 'https://cdn.example/a.js';</script>",
+        '<script type="module">const a = await import("https://cdn.example/a.js")</script>',
+        '<iframe src="https://other.example/"></iframe>',
+    ],
+)
+def test_a_page_that_would_need_a_network_is_found_out(html):
+    assert len(find_external_addresses(f"<html><body>{html}</body></html>")) == 1
+
+
+@pytest.mark.parametrize(
+    "html",
+    [
+        '<a href="https://papers.example/">a link</a>',
+        '<script>/* see https://docs.example/ */ var home = "https://docs.example/<img src=//x>"; </script>',
+        '<img src="data:image/png;base64,AAAA">',
+        "<style>p { background: url(data:image/svg+xml,x) }</style>",
+        "<pre>&lt;script src=&quot;https://cdn.example/x.js&quot;&gt;</pre>",
+    ],
+)
+def test_links_text_and_embedded_data_are_not_loads(html):
+    assert find_external_addresses(f"<html><body>{html}</body></html>") == []
+
+
+def test_publishing_refuses_a_page_that_loads_from_elsewhere():
+    node = nbformat.v4.new_notebook()
+    output = nbformat.v4.new_output("display_data", {"text/html": '<script src="https://cdn.example/x.js"></script>'})
+    node.cells = [nbformat.v4.new_code_cell("show()", outputs=[output])]
+    with pytest.raises(ExternalAddressError, match=r"cdn\.example"):
+        notebook_html(node, title="toy")
+
+
+def test_records_are_written_whole_and_hold_only_json(tmp_path):
+    import torch
+
+    path = tmp_path / "run.json"
+    record = RunRecord(
+        name="x", status="failed", results={"a": torch.tensor([1.5, float("nan")]), "b": Path("c"), "d": {1}}
+    )
+    write_record(path, record)
+    assert json.loads(path.read_text())["results"] == {"a": [1.5, None], "b": "c", "d": [1]}
+    loop: list = []
+    loop.append(loop)
+    with pytest.raises(RecursionError):
+        write_record(path, loop)
+    assert read_record(path)["name"] == "x", "a failed write must leave the old file"
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(InvalidInputError, match="status='done'"):
+        RunRecord(name="x", status="done")
+
+
+def test_outside_a_run_results_go_nowhere(monkeypatch):
+    monkeypatch.delenv("LONGSTRAW_RUN_DIR", raising=False)
+    monkeypatch.setattr("workbench.records.write_record", lambda *_: pytest.fail("wrote a record"))
+    save_results("toy", {"a": 1})
+
+
+def test_provenance_names_no_place_and_no_person():
+    text = json.dumps(provenance())
+    assert str(ROOT) not in text
+    assert str(Path.home()) not in text
