@@ -59,7 +59,7 @@ def take_gradients(model: nn.Module) -> Gradients:
 
 
 def relative_l2(found: Gradients, truth: Gradients) -> float:
-    """|found - truth| / |truth| over all parameters in float64; a parameter missing on one side counts as zero there."""
+    """|found - truth| / |truth| over all parameters in float64; one that is missing on a side is zero there."""
     names = found.keys() | truth.keys()
     zero = torch.zeros(())
     difference = sum(float((found.get(n, zero).double() - truth.get(n, zero).double()).square().sum()) for n in names)

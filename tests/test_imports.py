@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # front door (`from workbench import update_step`), which only what stands to its right may use.
 LAYERS = (
     "errors types config",
-    "comm progress ops objective memory planner records",
+    "comm progress ops advantages objective memory planner records",
     "state architectures parallel",
     "policy inputs model_sources loading",
-    "capture replay prompt_gradient rollout",
+    "capture replay prompt_gradient rollout step",
     "drift",
     "update train",
     "validation",

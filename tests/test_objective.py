@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from workbench.advantages import group_advantages, reward_notes, zero_variance_members
 from workbench.config import KL_ESTIMATORS, LOSSES, ObjectiveConfig
 from workbench.errors import InvalidInputError, NonFiniteError
 from workbench.objective import (
@@ -22,12 +23,9 @@ from workbench.objective import (
     StepDenominators,
     TokenSums,
     aggregate_metrics,
-    group_advantages,
     kl_terms,
     loss_and_coefficients,
     member_loss,
-    reward_notes,
-    zero_variance_members,
 )
 
 EXACT = 1e-12
@@ -147,6 +145,7 @@ def test_the_report_says_in_words_which_groups_teach_nothing_and_which_members_c
     rewards = [1, 1, 1, 1, 0, 1, None, 5, None]
     groups = ["a", "a", "a", "a", "b", "b", "b", "c", "d"]
     assert reward_notes(rewards, group_ids=groups) == [
+        "no reward for response 6, 8: left out of its group's statistics, advantage 0",
         "all 4 valid rewards of group a are equal: nothing to learn from it",
         "group c has only one valid reward: nothing to learn from it",
         "group d has no valid reward: nothing to learn from it",
@@ -698,7 +697,10 @@ def test_metrics_count_members_and_say_in_words_what_teaches_nothing():
     rewards, groups = [1, 1, 0, 1, None], [0, 0, 1, 1, 1]
     kept = aggregate_metrics([], rewards=rewards, group_ids=groups, config=ObjectiveConfig())
     assert (kept["num_excluded_members"], kept["reward_mean"]) == (1, 0.75)
-    assert kept["notes"] == ["all 2 valid rewards of group 0 are equal: nothing to learn from it"]
+    assert kept["notes"] == [
+        "no reward for response 4: left out of its group's statistics, advantage 0",
+        "all 2 valid rewards of group 0 are equal: nothing to learn from it",
+    ]
     assert "num_dropped_members" not in kept
     dropping = ObjectiveConfig(drop_zero_variance_groups=True)
     dropped = aggregate_metrics([], rewards=rewards, group_ids=groups, config=dropping)

@@ -1,5 +1,6 @@
 """Long-context GRPO under a fixed memory budget: capture once, replay serially, gradient through the prompt."""
 
+from workbench.advantages import group_advantages
 from workbench.capture import capture_prompt
 from workbench.config import ObjectiveConfig
 from workbench.errors import (
@@ -10,7 +11,6 @@ from workbench.errors import (
     WorkbenchError,
 )
 from workbench.loading import load_policy
-from workbench.objective import group_advantages
 from workbench.policy import Policy
 from workbench.replay import score_responses
 from workbench.rollout import sample_responses

@@ -111,4 +111,3 @@ def _forget_unseen_rows(policy: Policy, pages: Sequence[Page], stop: int) -> lis
             layers.append(exact_copy(last_rows(rows, count)) if shorter and count is not None else rows)
         kept.append(Page(page.start, page.stop, tuple(layers)))
     return kept
-

@@ -67,4 +67,6 @@ class ObjectiveConfig:
                 self.max_response_tokens is None,
                 f"max_response_tokens reaches nothing with loss={self.loss!r}; it belongs to 'dr_grpo'",
             )
-        need(self.max_grad_norm is None or self.max_grad_norm > 0.0, f"max_grad_norm={self.max_grad_norm!r} must be > 0")
+        need(
+            self.max_grad_norm is None or self.max_grad_norm > 0.0, f"max_grad_norm={self.max_grad_norm!r} must be > 0"
+        )

@@ -18,7 +18,9 @@ def check_prompt(policy: Policy, prompt_ids: Ids) -> Tensor:
     """prompt_ids as a 1-D int64 CPU tensor of at least one id of the vocabulary."""
     prompt = _as_ids(prompt_ids, "prompt_ids")
     if prompt.numel() == 0:
-        raise InvalidInputError("prompt_ids is empty: a prompt needs at least one token, whose logits score the response")
+        raise InvalidInputError(
+            "prompt_ids is empty: a prompt needs at least one token, whose logits score the response"
+        )
     _check_range(prompt, policy.vocab_size, "prompt_ids")
     _check_positions(policy, prompt.numel(), "the prompt")
     return prompt

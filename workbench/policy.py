@@ -18,7 +18,8 @@ class Policy:
 
     model: left as found: training flags, adapter selection and attention implementation are restored after every call.
     tokenizer: kept for the caller's convenience; the engine works on ids.
-    reference: the policy that the KL term compares with. None: for a PEFT model the base model (adapter off), else none.
+    reference: the policy that the KL term compares with. None: for a PEFT model the base model (adapter off), else
+        none.
         "base": the same, said aloud. Another string: the name of a loaded adapter of the same PEFT model.
         A model or Policy: a frozen copy.
     vocab_size: true vocabulary size when the head has extra padding columns; log-probabilities are normalised over the
@@ -38,7 +39,7 @@ class Policy:
         self.model = model
         self.tokenizer = tokenizer
         self._peft = _peft_model(model)
-        self.adapter: Adapter = adapter_for(self._peft.get_base_model() if self._peft else model)
+        self.adapter: Adapter = adapter_for(self._peft.get_base_model() if self._peft is not None else model)
         self.vocab_size = self._true_vocab_size(vocab_size)
         self.max_positions = max_positions or self.adapter.max_positions
         self.state_key: object = object()
@@ -155,7 +156,7 @@ def _peft_model(model: nn.Module) -> Any:
 
 def _rewritten_by_forward(model: nn.Module) -> set[int]:
     """Frozen parameters that PEFT's LoRA on parameters puts back after each forward, which counts as a write."""
-    wrappers = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
+    wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
     return {id(p) for w in wrappers for p in w.get_base_layer().parameters(recurse=False) if not p.requires_grad}
 
 

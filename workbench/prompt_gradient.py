@@ -91,9 +91,7 @@ def walk_prompt(
         live = run_segment(policy, segment, gradients)
         if on_graph is not None:
             on_graph(live.output.hidden)
-        carry_gradient = walk_segment(
-            policy, segment, live, gradients, carry_gradient, scale=plan.scale, meter=meter
-        )
+        carry_gradient = walk_segment(policy, segment, live, gradients, carry_gradient, scale=plan.scale, meter=meter)
         del live  # the graph must be gone before the next chunk's is built
         walked.append(page.start)
     return walked

@@ -1,8 +1,8 @@
 """Responses from the boundary: graph-free scoring, and replay of one member under autograd.
 
-A response y of R tokens is R forward positions: its inputs are the last prompt token and y[:-1], its targets are y. Both
-scoring and replay cut them into the same blocks and run the same operations, so a policy that has not changed scores
-a response bitwise as it replays it.
+A response y of R tokens is R forward positions: its inputs are the last prompt token and y[:-1], its targets are y.
+Scoring and replay cut them into the same blocks and run the same operations, so a policy that has not changed scores a
+response bitwise as it replays it.
 
 A replay is two sweeps. Forward: every block in order, all but the last without a graph, collecting log-probabilities.
 With all of them known the objective's derivative d(loss)/d(log-prob) is known too, and what remains is linear.
@@ -26,7 +26,7 @@ from workbench.inputs import Ids, check_positive, check_responses
 from workbench.memory import NO_METER, MemoryMeter
 from workbench.ops.logprobs import backward_logprobs, token_logprobs
 from workbench.policy import Policy
-from workbench.state.pages import GradientPages, NamedTensors, Page
+from workbench.state.pages import GradientPages, Page
 from workbench.state.resident import Carry, ResidentState
 from workbench.types import Response
 

@@ -47,7 +47,8 @@ def sample_responses(
     generator.seed() if seed is None else generator.manual_seed(seed)
 
     decoder = _GroupDecoder(policy, state, num_responses, max_new_tokens)
-    ids, logprobs = [], []
+    ids: list[Tensor] = []
+    logprobs: list[Tensor] = []
     finished = torch.zeros(num_responses, dtype=torch.bool, device=policy.device)
     lengths = torch.full((num_responses,), max_new_tokens, dtype=torch.int64, device=policy.device)
     with policy.active(), torch.no_grad():
@@ -123,10 +124,8 @@ class _GroupDecoder:
 
     def logits(self, ids: Tensor | None = None) -> Tensor:
         """Next-token logits [G, V]; ids [G] are the members' last tokens, None: the last prompt token."""
-        if ids is None:  # the same for all members: run it once
-            batch = self._state.prompt_ids[-1:][None].to(self._policy.device)
-        else:
-            batch = ids[:, None]
+        # the last prompt token is the same for all members: it runs once
+        batch = self._state.prompt_ids[-1:][None].to(self._policy.device) if ids is None else ids[:, None]
         pages = [*self._state.pages, self._rows.page()] if self._rows.filled else self._state.pages
         position = self._state.positions + self._rows.filled
         context = ChunkContext(position, pages, self._carry)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from workbench.architectures.config_check import check_config
 from workbench.errors import NonFiniteError
@@ -109,10 +109,10 @@ class Adapter:
     ignored: ClassVar[Mapping[str, str]] = {}
     required: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
-    def __init__(self, causal_lm: nn.Module) -> None:
-        self.config = causal_lm.config
-        check_config(self.config, type(self).handled, type(self).ignored, type(self).required)
+    def __init__(self, causal_lm: Any) -> None:
         self.causal_lm = causal_lm
+        self.config: Any = causal_lm.config
+        check_config(self.config, type(self).handled, type(self).ignored, type(self).required)
         self.base: Any = causal_lm.model
         self.num_layers = len(self.base.layers)
 
@@ -155,9 +155,7 @@ class Adapter:
     def rotary(self, hidden: Tensor, positions: Tensor) -> Any:
         return self.base.rotary_emb(hidden, positions)
 
-    def run_layer(
-        self, index: int, hidden: Tensor, rotary: Any, view: LayerView, scratch: ChunkScratch
-    ) -> Tensor:
+    def run_layer(self, index: int, hidden: Tensor, rotary: Any, view: LayerView, scratch: ChunkScratch) -> Tensor:
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def check_config(
     ignored: Mapping[str, str],
     required: Mapping[str, tuple[Any, ...]],
 ) -> None:
-    """Raise UnsupportedModelError listing every field that is unknown or has a value this adapter does not reproduce."""
+    """Raise UnsupportedModelError listing every field that is unknown or whose value is not reproduced."""
     fields = config.to_dict()
     problems = [
         f"{name}={value!r} (unknown field)"

@@ -12,7 +12,7 @@ from workbench.architectures.stock_attention import ATTENTION_NAME, ChunkCache
 
 
 class Gemma3Adapter(Adapter):
-    """rows: keys, values [1, Hkv, tokens, head_dim], after rotary embedding; sliding layers keep the last window - 1."""
+    """rows: keys, values [1, Hkv, tokens, head_dim], after rotary embedding; sliding layers keep window - 1."""
 
     model_types = ("gemma3_text",)
     attention_name = ATTENTION_NAME

@@ -97,11 +97,10 @@ class _PagedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, pages, start, scaling, window, selection):  # type: ignore[override]
         parts = _plan_parts(query, key, pages, start, window, selection)
-        out, lse = None, None
-        for part in parts:
-            keys, values = (key, value) if part.page is None else (part.page.key, part.page.value)
-            part_out, part_lse = _part_forward(query, keys, values, part, scaling)
-            out, lse = (part_out, part_lse) if out is None else _merge(out, lse, part_out, part_lse)
+        partials = (_part_forward(query, key, value, part, scaling) for part in parts)
+        out, lse = next(partials)
+        for part_out, part_lse in partials:
+            out, lse = _merge(out, lse, part_out, part_lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.parts, ctx.scaling = parts, scaling
@@ -114,8 +113,7 @@ class _PagedAttention(torch.autograd.Function):
         grad_query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
         grad_key = grad_value = None
         for part in ctx.parts:
-            keys, values = (key, value) if part.page is None else (part.page.key, part.page.value)
-            dq, dk, dv = _part_backward(grad_out, query, keys, values, out, lse, part, ctx.scaling)
+            dq, dk, dv = _part_backward(grad_out, query, key, value, out, lse, part, ctx.scaling)
             grad_query += dq
             if part.page is None:
                 grad_key, grad_value = dk, dv
@@ -132,6 +130,9 @@ class _Part:
     causal: bool
     mask: Tensor | None
     empty_rows: Tensor | None  # bool [B or 1, 1, T]: queries that see nothing in this part
+
+    def rows(self, own_key: Tensor, own_value: Tensor) -> tuple[Tensor, Tensor]:
+        return (own_key, own_value) if self.page is None else (self.page.key, self.page.value)
 
 
 def _plan_parts(
@@ -214,6 +215,7 @@ def _fold_mask(mask: Tensor | None, batch: int) -> Tensor | None:
 
 def _part_forward(query: Tensor, key: Tensor, value: Tensor, part: _Part, scaling: float) -> tuple[Tensor, Tensor]:
     """Output [B, Hq, T, D] and log-sum-exp [B, Hq, T] of one part, both in the accumulation dtype."""
+    key, value = part.rows(key, value)
     batch, dtype = query.shape[0], accumulation_dtype(query.dtype)
     fold = batch > 1 and key.shape[0] == 1
     q, mask = (_fold_members(query), _fold_mask(part.mask, batch)) if fold else (query, part.mask)
@@ -238,6 +240,7 @@ def _part_backward(
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ [B, Hq, T, D] and dK, dV in the part's own shape, from the merged output and log-sum-exp."""
+    key, value = part.rows(key, value)
     batch = query.shape[0]
     fold = batch > 1 and key.shape[0] == 1
     if not fold:

@@ -1,0 +1,237 @@
+"""What one step works on: its checked inputs, what its stages share, and its all-or-nothing gradients."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.advantages import Rewards, group_advantages, zero_variance_members
+from workbench.config import ObjectiveConfig
+from workbench.errors import InvalidInputError, NonFiniteError
+from workbench.inputs import Ids, check_positive, check_prompt, check_responses
+from workbench.memory import MemoryMeter
+from workbench.objective import StepDenominators, TokenSums
+from workbench.policy import Policy
+from workbench.prompt_gradient import check_scope, plan_walk
+from workbench.state.resident import ResidentState
+from workbench.types import GradientScope, Response
+
+CHUNK_TOKENS = 1024
+
+
+class GraphCensus:
+    """Counts how many segment graphs are alive whenever a new one is there (by weak references)."""
+
+    def __init__(self) -> None:
+        self._outputs: list[weakref.ref[Tensor]] = []
+        self.most_alive = 0
+
+    def register(self, output: Tensor) -> None:
+        self._outputs = [ref for ref in self._outputs if ref() is not None] + [weakref.ref(output)]
+        self.most_alive = max(self.most_alive, len(self._outputs))
+
+
+@dataclass
+class Step:
+    """What the stages of one step share."""
+
+    prompt: Tensor
+    responses: list[Tensor]
+    advantages: list[float]
+    kept: list[int]
+    rewards: Any
+    finished: list[bool] | None
+    objective: ObjectiveConfig
+    denominators: StepDenominators
+    old_logprobs: list[Tensor] | None
+    ref_logprobs: list[Tensor] | None = None
+    loss: float = 0.0
+    sums: list[TokenSums] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
+    entropy_sum: float = 0.0
+    num_blocks: int = 0
+    census: GraphCensus = field(default_factory=GraphCensus)
+
+
+def checked_step(
+    policy: Policy,
+    prompt_ids: Ids,
+    responses: Sequence[Response | Ids],
+    rewards: Sequence[float | None] | Tensor | None,
+    advantages: Sequence[float] | Tensor | None,
+    objective: ObjectiveConfig,
+    old_logprobs: Sequence[Tensor] | None,
+) -> Step:
+    prompt = check_prompt(policy, prompt_ids)
+    checked = check_responses(policy, prompt.numel(), responses)
+    values, kept = _advantages(len(checked), rewards, advantages, objective)
+    all_responses = all(isinstance(r, Response) for r in responses)
+    return Step(
+        prompt=prompt,
+        responses=checked,
+        advantages=values,
+        kept=kept,
+        rewards=rewards,
+        finished=[r.finished for r in responses] if all_responses else None,  # type: ignore[union-attr]
+        objective=objective,
+        denominators=StepDenominators.from_lengths(checked[i].numel() for i in kept),
+        old_logprobs=_checked_old(old_logprobs, checked),
+    )
+
+
+def _advantages(
+    num_responses: int,
+    rewards: Rewards | None,
+    advantages: Sequence[float] | Tensor | None,
+    objective: ObjectiveConfig,
+) -> tuple[list[float], list[int]]:
+    """Every member's advantage, and the members that take part."""
+    given = advantages if rewards is None else rewards
+    if given is None or (rewards is not None and advantages is not None):
+        raise InvalidInputError("give exactly one of rewards and advantages")
+    if len(given) != num_responses:
+        name = "advantages" if rewards is None else "rewards"
+        raise InvalidInputError(f"{num_responses} responses but {len(given)} {name}: give one per response")
+    everyone = list(range(num_responses))
+    if rewards is not None:
+        values = group_advantages(rewards, scale=objective.advantage_scale, eps=objective.advantage_eps)
+        dropped = zero_variance_members(rewards) if objective.drop_zero_variance_groups else ()
+        return values.tolist(), [i for i in everyone if not (dropped and dropped[i])]
+    if objective.drop_zero_variance_groups:
+        raise InvalidInputError("drop_zero_variance_groups reaches nothing when advantages are given; give rewards")
+    try:
+        numbers = torch.as_tensor(advantages, dtype=torch.float64).tolist()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(f"advantages must be numbers, one per response: {error}") from None
+    if not all(isinstance(a, float) and math.isfinite(a) for a in numbers):
+        raise InvalidInputError(f"advantages must be finite numbers, one per response; got {numbers}")
+    return numbers, everyone
+
+
+def _checked_old(old_logprobs: Sequence[Tensor] | None, responses: list[Tensor]) -> list[Tensor] | None:
+    if old_logprobs is None:
+        return None
+    if len(old_logprobs) != len(responses):
+        raise InvalidInputError(
+            f"{len(responses)} responses but {len(old_logprobs)} old_logprobs: give one per response"
+        )
+    checked = [torch.as_tensor(values) for values in old_logprobs]
+    for member, (values, ids) in enumerate(zip(checked, responses, strict=True)):
+        if values.shape != ids.shape:
+            raise InvalidInputError(
+                f"old_logprobs of response {member} have shape {tuple(values.shape)}, its ids {tuple(ids.shape)}"
+            )
+        bad = (~torch.isfinite(values)).nonzero()
+        if bad.numel():
+            raise NonFiniteError(
+                f"old_logprobs of response {member} at position {int(bad[0])}: {float(values[bad[0]])}"
+            )
+    return checked
+
+
+def check_options(
+    policy: Policy,
+    scope: GradientScope,
+    chunk_tokens: int,
+    block_tokens: int,
+    state: ResidentState | None,
+    optimizer: torch.optim.Optimizer | None,
+    objective: ObjectiveConfig,
+    comm: None,
+) -> None:
+    check_scope(scope)
+    check_positive("chunk_tokens", chunk_tokens)
+    check_positive("block_tokens", block_tokens)
+    if comm is not None:
+        raise InvalidInputError("comm: updates over several ranks are not implemented; leave comm=None")
+    if state is not None and chunk_tokens not in (CHUNK_TOKENS, state.chunk_tokens):
+        raise InvalidInputError(
+            f"chunk_tokens={chunk_tokens} reaches nothing: the given state has chunks of {state.chunk_tokens}"
+        )
+    trainable = {id(p) for _, p in policy.trainable_parameters()}
+    if not trainable:
+        raise InvalidInputError("the policy has no trainable parameter: nothing requires a gradient")
+    if optimizer is None:
+        if objective.max_grad_norm is not None:
+            raise InvalidInputError("max_grad_norm reaches nothing without an optimizer")
+    elif not trainable & {id(p) for group in optimizer.param_groups for p in group["params"]}:
+        raise InvalidInputError("the optimizer holds none of the policy's trainable parameters")
+    if objective.beta > 0.0 and policy.reference is None:
+        raise InvalidInputError(
+            f"beta={objective.beta} needs a reference: give Policy(..., reference=<a frozen copy>), or use a LoRA "
+            "policy, whose base model is the reference"
+        )
+
+
+def check_state(
+    policy: Policy,
+    step: Step,
+    state: ResidentState | None,
+    scope: GradientScope,
+    chunk_tokens: int,
+    allow_stale: bool,
+) -> None:
+    if state is None:
+        if allow_stale:
+            raise InvalidInputError("allow_stale reaches nothing: no state was given")
+        return
+    stale_ok = allow_stale and scope == "response_only"
+    purpose = f"update_step with gradient_scope={scope!r}"
+    state.require_current(policy.state_key, policy.weight_version, allow_stale=stale_ok, purpose=purpose)
+    if not torch.equal(state.prompt_ids, step.prompt):
+        raise InvalidInputError("the given state was captured from another prompt than prompt_ids")
+    plan_walk(scope, state)
+
+
+# ---------------------------------------------------------------- measuring and undoing
+
+
+@dataclass
+class StageClock:
+    """Seconds and peak bytes by stage."""
+
+    meter: MemoryMeter
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            with self.meter.stage(name):
+                yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+class GradientsOrNothing:
+    """Collects this step's gradients apart from earlier ones: added on success, dropped on any error."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._parameters = [p for _, p in policy.trainable_parameters()]
+        self._earlier: list[Tensor | None] = []
+
+    def __enter__(self) -> GradientsOrNothing:
+        self._earlier = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return self
+
+    def merge(self) -> None:
+        """Add the earlier gradients; from here on nothing can fail but the optimizer."""
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+        self._earlier = []
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None and self._earlier:
+            for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+                parameter.grad = earlier
