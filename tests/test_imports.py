@@ -17,7 +17,7 @@ LAYERS = (
     "comm progress ops advantages objective memory planner records",
     "state architectures parallel",
     "policy inputs model_sources loading",
-    "capture replay prompt_gradient rollout step",
+    "capture walk replay prompt_gradient rollout step",
     "drift",
     "update train",
     "validation",

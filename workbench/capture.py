@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ def capture_prompt(
         for start, stop in progress(list(chunk_spans(0, boundary, chunk_tokens)), "capture", unit="chunk"):
             context = ChunkContext(start, pages, carry)
             place = f"capture, prompt chunk [{start}, {stop})"
-            output = forward_checked(policy, prompt[start:stop], context, place)
+            ids = prompt[start:stop].to(policy.device)[None]
+            output = forward_checked(policy, ids, context, place, need_hidden=False)
             if not keep_boundaries:
                 carries.clear()
                 pages = _forget_unseen_rows(policy, pages, stop)
@@ -71,13 +73,16 @@ def empty_carry(policy: Policy) -> Carry:
     return tuple({} for _ in range(policy.adapter.num_layers))
 
 
-def forward_checked(policy: Policy, ids: Tensor, context: ChunkContext, place: str) -> ChunkOutput:
-    """forward_chunk of ids [tokens] as one member; on NaN or infinity run again to name the layer."""
-    batched = ids.to(policy.device)[None]
-    output = policy.adapter.forward_chunk(batched, context)
-    if not torch.isfinite(output.hidden).all():
+def forward_checked(
+    policy: Policy, ids: Tensor, context: ChunkContext, place: str, *, need_hidden: bool = True, **options: Any
+) -> ChunkOutput:
+    """forward_chunk of ids [batch, tokens]; on NaN or infinity it is run again to name the layer."""
+    output = policy.adapter.forward_chunk(ids, context, need_hidden=need_hidden, **options)
+    last = output.layers[policy.adapter.num_layers - 1]
+    results = [output.hidden] if need_hidden else [output.hidden, *last.rows.values(), *last.carry.values()]
+    if not all(bool(torch.isfinite(t).all()) for t in results):
         with torch.no_grad():
-            policy.adapter.forward_chunk(batched, context, locate=place)
+            policy.adapter.forward_chunk(ids, context, need_hidden=need_hidden, locate=place)
         raise NonFiniteError(f"{place}: NaN or infinity appears in the final norm; check its weights and the dtype")
     return output
 
@@ -86,15 +91,15 @@ def keep_page(policy: Policy, output: ChunkOutput, start: int, stop: int, meter:
     """Exact-size copies of the rows that tokens from `stop` on can see."""
     layers: list[NamedTensors] = []
     with meter.ledger("rows"):
-        for index, layer in enumerate(output.layers):
-            limit = policy.adapter.row_limit(index)
+        for index in range(policy.adapter.num_layers):
+            layer, limit = output.layers[index], policy.adapter.row_limit(index)
             layers.append(exact_copy(layer.rows if limit is None else last_rows(layer.rows, limit)))
     return Page(start, stop, tuple(layers))
 
 
 def keep_carry(output: ChunkOutput, meter: MemoryMeter) -> Carry:
     with meter.ledger("carry"):
-        return tuple(exact_copy(layer.carry) for layer in output.layers)
+        return tuple(exact_copy(output.layers[index].carry) for index in range(len(output.layers)))
 
 
 def _forget_unseen_rows(policy: Policy, pages: Sequence[Page], stop: int) -> list[Page]:

@@ -80,7 +80,7 @@ def _gguf_assembler() -> Any:
 def _convert_gguf(folder: Path, filename: str, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _no_progress_bars():
+    with quiet_loading():
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=filename, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=filename)
         # The weights are plain float32 now; without this, save_pretrained writes (and later loads) them as quantized.
@@ -94,7 +94,7 @@ def _convert_gguf(folder: Path, filename: str, target: Path) -> None:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """In an executed notebook, transformers' bars stay for ever, most of them at 0 %."""
     from transformers import modeling_gguf_pytorch_utils as gguf_loading
     from transformers.utils import logging

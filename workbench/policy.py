@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from workbench.architectures import Adapter, adapter_for
 from workbench.errors import InvalidInputError, UnsupportedModelError
+from workbench.ops.logprobs import Head
 
 
 class Policy:
@@ -85,15 +87,19 @@ class Policy:
             found += ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
         return tuple(dict.fromkeys(int(i) for i in found))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the true vocabulary, [rows, vocab_size]."""
-        logits = self.adapter.logits(hidden)
-        return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
+    @property
+    def head(self) -> Head:
+        """The language-model head over the true vocabulary."""
+        return replace(self.adapter.head(), vocab_size=self.vocab_size)
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Run the model the engine's way (dropout off, paged attention, this policy's adapter); restore on exit."""
+    def active(self, *, decoding: bool = False) -> Iterator[None]:
+        """Run the model the engine's way (dropout off, paged attention, this policy's adapter); restore on exit.
+
+        decoding: single-token kernels may be used; they need no gradient and need not repeat what replay computes.
+        """
         with ExitStack() as stack:
+            stack.enter_context(self.adapter.kernels(decoding=decoding))
             stack.enter_context(_evaluation_mode(self.model))
             stack.enter_context(_implementations(self.adapter, self.dtype))
             if self._peft is not None and self._adapter_name is not None:

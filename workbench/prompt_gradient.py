@@ -12,10 +12,10 @@ from workbench.errors import InvalidInputError
 from workbench.memory import MemoryMeter
 from workbench.policy import Policy
 from workbench.progress import progress
-from workbench.replay import CarryGradient, Segment, run_segment, walk_segment
 from workbench.state.pages import GradientPages
 from workbench.state.resident import ResidentState
 from workbench.types import GradientScope, Sampled, Tail
+from workbench.walk import CarryGradient, Segment, run_segment, walk_segment
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ def walk_prompt(
     gradients: GradientPages,
     carry_gradient: CarryGradient | None,
     *,
+    checkpoint_layers: bool = False,
     meter: MemoryMeter,
     on_graph: Callable[[Tensor], None] | None = None,
 ) -> list[int]:
@@ -88,7 +89,7 @@ def walk_prompt(
             state.carry_at(page.start),
             f"prompt gradient, chunk [{page.start}, {page.stop})",
         )
-        live = run_segment(policy, segment, gradients)
+        live = run_segment(policy, segment, gradients, checkpoint_layers=checkpoint_layers)
         if on_graph is not None:
             on_graph(live.output.hidden)
         carry_gradient = walk_segment(policy, segment, live, gradients, carry_gradient, scale=plan.scale, meter=meter)

@@ -26,12 +26,20 @@ _TEMPLATE = """
   :root { color-scheme: light dark; }
   body.jp-Notebook { background: var(--jp-layout-color0); max-width: 1000px; margin: 0 auto; }
   .jp-RenderedHTMLCommon, .jp-OutputArea-output { overflow-x: auto; }
+  .jp-OutputArea-output { min-width: 0; }
+  /* Figures bring one text colour for all themes; here the theme's own is known. */
+  .js-plotly-plot :is(.cartesianlayer, .infolayer) text { fill: var(--jp-content-font-color1) !important; }
   @media (max-width: 700px) {  /* a phone: the prompts' column is worth more as text */
     .jp-InputPrompt, .jp-OutputPrompt { display: none; }
     body.jp-Notebook { padding: 4px; }
   }
 </style>
 {%- endblock -%}
+"""
+_PLOTLY = "application/vnd.plotly.v1+json"
+# A figure is drawn while the page is still being laid out, so its first width may be wrong.
+_FIT_FIGURES = """
+addEventListener("load", () => document.querySelectorAll(".js-plotly-plot").forEach(plot => Plotly.Plots.resize(plot)));
 """
 _LOADING_ATTRIBUTES = {"src", "srcset", "data", "poster", "background"}
 _ELSEWHERE = re.compile(r"\s*(?:https?:)?//", re.I)
@@ -92,11 +100,38 @@ def notebook_html(notebook: Any, *, title: str) -> str:
     # Saved widget state would call for the widget manager; what every output also holds as HTML or image is shown.
     page.metadata.pop("widgets", None)
     page.metadata["title"] = title
+    has_figures = _figures_to_html(page)
     html, _ = HTMLExporter(raw_template=_TEMPLATE, embed_images=True).from_notebook_node(page)
+    if has_figures:
+        from plotly.offline import get_plotlyjs
+
+        html = html.replace("</head>", f"<script>{get_plotlyjs()}</script>\n</head>", 1)
+        html = html.replace("</body>", f"<script>{_FIT_FIGURES}</script>\n</body>", 1)
     external = find_external_addresses(html)
     if external:
         raise ExternalAddressError(f"{title}: the page would load {len(external)} things, first {external[0][:200]}")
     return html
+
+
+def _figures_to_html(page: Any) -> bool:
+    """Gives every plotly figure, saved as data only, an HTML form that draws it; True if there was one.
+
+    The notebook file stays small and any front end with a plotly renderer shows it; the page gets the library once.
+    """
+    from plotly.io import to_html
+
+    outputs = [output for cell in page.cells for output in cell.get("outputs", []) if _PLOTLY in output.get("data", {})]
+    for output in outputs:
+        figure = output.data.pop(_PLOTLY)
+        output.data["text/html"] = to_html(
+            {"data": figure["data"], "layout": figure["layout"]},
+            config={"responsive": True, "displayModeBar": False},
+            include_plotlyjs=False,
+            full_html=False,
+            auto_play=False,
+            validate=False,
+        )
+    return bool(outputs)
 
 
 def write_html(notebook: Any, path: Path, *, title: str) -> None:

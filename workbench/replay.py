@@ -24,14 +24,14 @@ from workbench.capture import chunk_spans, forward_checked, keep_carry, keep_pag
 from workbench.errors import NonFiniteError
 from workbench.inputs import Ids, check_positive, check_responses
 from workbench.memory import NO_METER, MemoryMeter
-from workbench.ops.logprobs import backward_logprobs, token_logprobs
+from workbench.ops.logprobs import token_logprobs
 from workbench.policy import Policy
-from workbench.state.pages import GradientPages, Page
-from workbench.state.resident import Carry, ResidentState
+from workbench.state.pages import GradientPages
+from workbench.state.resident import ResidentState
 from workbench.types import Response
+from workbench.walk import CarryGradient, LiveSegment, Segment, run_segment, walk_segment
 
 BLOCK_TOKENS = 2048
-CarryGradient = tuple[dict[str, Tensor], ...]
 
 
 def score_responses(
@@ -60,81 +60,6 @@ def score_responses(
 
 
 @dataclass
-class Segment:
-    """One piece of a walk: a response block (with targets) or a prompt chunk (without)."""
-
-    ids: Tensor
-    start: int
-    pages: Sequence[Page]
-    carry: Carry
-    place: str
-    targets: Tensor | None = None
-
-
-@dataclass
-class LiveSegment:
-    """A segment under autograd: its output and the carry leaves its graph starts from."""
-
-    output: ChunkOutput
-    leaves: Carry
-
-
-def run_segment(policy: Policy, segment: Segment, gradients: GradientPages) -> LiveSegment:
-    """Forward one segment under autograd; earlier rows report their gradients to `gradients`."""
-    leaves = tuple({name: t.detach().requires_grad_() for name, t in layer.items()} for layer in segment.carry)
-    context = ChunkContext(segment.start, segment.pages, leaves, gradients)
-    with torch.enable_grad():
-        return LiveSegment(forward_checked(policy, segment.ids, context, segment.place), leaves)
-
-
-def walk_segment(
-    policy: Policy,
-    segment: Segment,
-    live: LiveSegment,
-    gradients: GradientPages,
-    carry_gradient: CarryGradient | None,
-    *,
-    scale: float = 1.0,
-    coefficients: Tensor | None = None,
-    temperature: float = 1.0,
-    meter: MemoryMeter,
-) -> CarryGradient | None:
-    """Backward through one segment; parameter gradients are added, earlier rows' gradients go to `gradients`.
-
-    coefficients: d(loss)/d(log-prob) of the segment's targets, for response blocks.
-    carry_gradient: gradient of the carry after the segment; scale multiplies it and the rows' gradients.
-    Returns the gradient of the carry before the segment, or None when nothing reaches it.
-    """
-    roots: list[Tensor] = []
-    seeds: list[Tensor] = []
-    if coefficients is not None and segment.targets is not None:
-        with meter.ledger("logits"):
-            hidden_gradient = backward_logprobs(
-                policy.logits,
-                live.output.hidden[0].detach(),
-                segment.targets.to(policy.device),
-                coefficients,
-                temperature=temperature,
-            )
-        roots.append(live.output.hidden)
-        seeds.append(hidden_gradient[None])
-    for (layer, name), gradient in gradients.take(segment.start).items():
-        rows = live.output.layers[layer].rows[name]
-        roots.append(rows[..., rows.shape[-2] - gradient.shape[-2] :, :])
-        seeds.append(gradient * scale if scale != 1.0 else gradient)
-    for layer, named in enumerate(carry_gradient or ()):
-        for name, gradient in named.items():
-            roots.append(live.output.layers[layer].carry[name])
-            seeds.append(gradient * scale if scale != 1.0 else gradient)
-    pairs = [(root, seed.to(root.dtype)) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
-    if not pairs:
-        return None
-    torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
-    gradient_before = tuple({n: t.grad for n, t in layer.items() if t.grad is not None} for layer in live.leaves)
-    return gradient_before if any(gradient_before) else None
-
-
-@dataclass
 class ReplayResult:
     """loss: this member's share of the step's loss. logprobs, entropies: [R]. carry_gradient: at the boundary."""
 
@@ -159,6 +84,7 @@ def replay_response(
     gradients: GradientPages,
     block_tokens: int = BLOCK_TOKENS,
     temperature: float = 1.0,
+    checkpoint_layers: bool = False,
     meter: MemoryMeter,
     on_graph: Callable[[Tensor], None] | None = None,
 ) -> ReplayResult:
@@ -167,13 +93,14 @@ def replay_response(
     ids: [R] int64. on_graph: called with each block's graph output (tests count how many are alive).
     The policy must be active. Parameter gradients are added; gradients of resident rows go to `gradients`.
     """
-    branch = Branch(policy, state, ids, member, block_tokens, temperature, gradients, meter)
+    branch = Branch(policy, state, ids, member, block_tokens, temperature, gradients, checkpoint_layers, meter)
     logprobs, entropies, live = branch.sweep_forward(keep_last_graph=True)
     loss, weights = coefficients(logprobs)
     carry_gradient: CarryGradient | None = None
-    for segment, weight in zip(reversed(branch.segments), reversed(weights.split(block_tokens)), strict=True):
+    blocks = weights.split(block_tokens) if branch.segments else ()  # an empty tensor would split into one block
+    for segment, weight in zip(reversed(branch.segments), reversed(blocks), strict=True):
         if live is None:
-            live = run_segment(policy, segment, gradients)
+            live = run_segment(policy, segment, gradients, checkpoint_layers=checkpoint_layers)
         if on_graph is not None:
             on_graph(live.output.hidden)
         carry_gradient = walk_segment(
@@ -201,6 +128,7 @@ class Branch:
     block_tokens: int
     temperature: float
     gradients: GradientPages | None = None
+    checkpoint_layers: bool = False
     meter: MemoryMeter = NO_METER
     segments: list[Segment] = field(default_factory=list)
 
@@ -217,7 +145,7 @@ class Branch:
             self.segments.append(segment)
             if keep_last_graph and stop == boundary + count:
                 assert self.gradients is not None
-                live = run_segment(self.policy, segment, self.gradients)
+                live = run_segment(self.policy, segment, self.gradients, checkpoint_layers=self.checkpoint_layers)
                 output = live.output
             else:
                 output = self._run_without_graph(segment)
@@ -232,13 +160,13 @@ class Branch:
     @torch.no_grad()
     def _run_without_graph(self, segment: Segment) -> ChunkOutput:
         context = ChunkContext(segment.start, segment.pages, segment.carry)
-        return forward_checked(self.policy, segment.ids, context, segment.place)
+        return forward_checked(self.policy, segment.ids.to(self.policy.device)[None], context, segment.place)
 
     def _logprobs(self, hidden: Tensor, segment: Segment, first: int) -> tuple[Tensor, Tensor]:
         assert segment.targets is not None
         with self.meter.ledger("logits"):
             chosen, entropy = token_logprobs(
-                self.policy.logits,
+                self.policy.head,
                 hidden.detach(),
                 segment.targets.to(self.policy.device),
                 temperature=self.temperature,

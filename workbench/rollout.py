@@ -13,7 +13,7 @@ from workbench.errors import InvalidInputError, NonFiniteError
 from workbench.inputs import check_positive
 from workbench.policy import Policy
 from workbench.progress import progress
-from workbench.state.pages import NamedTensors, Page
+from workbench.state.pages import LayerState, NamedTensors, Page
 from workbench.state.resident import Carry, ResidentState
 from workbench.types import Response, accumulation_dtype
 
@@ -51,7 +51,7 @@ def sample_responses(
     logprobs: list[Tensor] = []
     finished = torch.zeros(num_responses, dtype=torch.bool, device=policy.device)
     lengths = torch.full((num_responses,), max_new_tokens, dtype=torch.int64, device=policy.device)
-    with policy.active(), torch.no_grad():
+    with policy.active(decoding=True), torch.no_grad():
         for step in progress(range(max_new_tokens), "sample", unit="token"):
             logits = decoder.logits() if step == 0 else decoder.logits(ids[-1])
             chosen, chosen_logprobs = _sample(logits, temperature, top_p, generator)
@@ -134,7 +134,7 @@ class _GroupDecoder:
             self._policy.adapter.forward_chunk(batch, context, locate=f"sampling, position {position}")
             raise NonFiniteError(f"sampling, position {position}: NaN or infinity in the final norm")
         self._append(output)
-        logits = self._policy.logits(output.hidden[:, -1])
+        logits = self._policy.head(output.hidden[:, -1])
         if torch.isnan(logits).any():
             raise NonFiniteError(f"sampling, position {position}: the language-model head gives NaN")
         return logits.expand(self._group, -1)
@@ -142,7 +142,7 @@ class _GroupDecoder:
     def _append(self, output: ChunkOutput) -> None:
         """Store the new token's rows and carry for every member."""
         at = self._rows.filled
-        for buffers, layer in zip(self._rows.layers, output.layers, strict=True):
+        for buffers, layer in zip(self._rows.layers, _in_order(output), strict=True):
             for name, new in layer.rows.items():
                 if name not in buffers:
                     shape = (self._group, new.shape[1], self._max, new.shape[3])
@@ -150,5 +150,10 @@ class _GroupDecoder:
                 buffers[name][:, :, at : at + 1] = new
         self._rows.filled = at + 1
         self._carry = tuple(
-            {name: t.expand(self._group, *t.shape[1:]) for name, t in layer.carry.items()} for layer in output.layers
+            {name: t.expand(self._group, *t.shape[1:]) for name, t in layer.carry.items()}
+            for layer in _in_order(output)
         )
+
+
+def _in_order(output: ChunkOutput) -> list[LayerState]:
+    return [output.layers[index] for index in range(len(output.layers))]

@@ -29,6 +29,7 @@ from typing import Any
 import nbformat
 import papermill
 from ipykernel.kernelspec import get_kernel_dict
+from traitlets.config import Config
 
 from workbench.errors import InvalidInputError
 from workbench.publish import write_html
@@ -144,9 +145,11 @@ def _execute(executed: Path, values: Mapping[str, Any], folder: Path) -> tuple[s
                 parameters=dict(values),
                 kernel_name="python3",
                 progress_bar=sys.stderr.isatty(),
-                # Passed on to nbclient: neither half a megabyte of widget state nor one output per progress line.
+                # Passed on to nbclient: neither half a megabyte of widget state nor one output per progress line, and
+                # no other user of this machine reads along on the kernel's ports.
                 store_widget_state=False,
                 coalesce_streams=True,
+                config=Config({"KernelManager": {"transport_encryption": "auto"}}),
             )
     except KeyboardInterrupt:
         return "interrupted", "interrupted by the user"

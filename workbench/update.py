@@ -16,7 +16,7 @@ from workbench.objective import aggregate_metrics, loss_and_coefficients
 from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.prompt_gradient import add_carry_gradients, needs_boundaries, plan_walk, walk_prompt
-from workbench.replay import BLOCK_TOKENS, CarryGradient, replay_response, score_responses
+from workbench.replay import BLOCK_TOKENS, replay_response, score_responses
 from workbench.state.pages import GradientPages
 from workbench.state.resident import ResidentState
 from workbench.step import (
@@ -29,6 +29,7 @@ from workbench.step import (
     checked_step,
 )
 from workbench.types import GradientScope, Response, StepReport, accumulation_dtype
+from workbench.walk import CarryGradient
 
 DEFAULT_OBJECTIVE = ObjectiveConfig()
 
@@ -44,6 +45,7 @@ def update_step(
     gradient_scope: GradientScope = "full",
     chunk_tokens: int = CHUNK_TOKENS,
     block_tokens: int = BLOCK_TOKENS,
+    checkpoint_layers: bool = False,
     state: ResidentState | None = None,
     old_logprobs: Sequence[Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -58,6 +60,8 @@ def update_step(
     gradient_scope: "full" (exact, the default), "response_only", Tail(chunks) or Sampled(fraction, seed).
     state: a captured prompt to reuse; default: captured here. It must be of this policy's current weight version;
         allow_stale=True lets "response_only" use an older one, and no other scope.
+    checkpoint_layers: keep only layer inputs of the live segment and rebuild one layer's graph at a time: several times
+        less graph for one more forward pass without its attention.
     old_logprobs: per response, [R] log-probs of the policy that sampled; default: the current policy's own, so that
         every ratio is exactly 1.
     optimizer: called once, then gradients are set to None. Without it gradients stay in `.grad`; a second call adds.
@@ -97,11 +101,20 @@ def update_step(
         pages = GradientPages(lambda start: plan.wants(start, boundary), lambda: meter.ledger("gradient_pages"))
         # 4. Replay the members one at a time
         with clock.stage("replay"), policy.active():
-            carry_gradient = _replay_members(policy, state, step, pages, block_tokens, meter)
+            carry_gradient = _replay_members(policy, state, step, pages, block_tokens, checkpoint_layers, meter)
         meter.tag("gradients", (p.grad for _, p in policy.trainable_parameters() if p.grad is not None))
         # 5. Carry the gradient back through the prompt, once for the whole group
         with clock.stage("prompt_gradient"), policy.active():
-            walked = walk_prompt(policy, state, plan, pages, carry_gradient, meter=meter, on_graph=step.census.register)
+            walked = walk_prompt(
+                policy,
+                state,
+                plan,
+                pages,
+                carry_gradient,
+                checkpoint_layers=checkpoint_layers,
+                meter=meter,
+                on_graph=step.census.register,
+            )
         num_chunks = len(state.pages) if captured else 0
         del state, carry_gradient  # a state captured here is freed before the optimizer allocates its own
         # 6. Finalize: all gradients finite, clip, one optimizer call
@@ -125,7 +138,13 @@ def _reference_logprobs(
 
 
 def _replay_members(
-    policy: Policy, state: ResidentState, step: Step, pages: GradientPages, block_tokens: int, meter: MemoryMeter
+    policy: Policy,
+    state: ResidentState,
+    step: Step,
+    pages: GradientPages,
+    block_tokens: int,
+    checkpoint_layers: bool,
+    meter: MemoryMeter,
 ) -> CarryGradient | None:
     """Replay every member that takes part; returns the summed gradient of the boundary carry."""
     total: CarryGradient | None = None
@@ -153,6 +172,7 @@ def _replay_members(
             gradients=pages,
             block_tokens=block_tokens,
             temperature=step.objective.temperature,
+            checkpoint_layers=checkpoint_layers,
             meter=meter,
             on_graph=step.census.register,
         )

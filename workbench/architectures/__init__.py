@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from workbench.architectures.base import Adapter, ChunkContext, ChunkOutput
+from workbench.architectures.base import Adapter, ChunkContext, ChunkOutput, ChunkRun
 from workbench.architectures.dense import DenseAdapter
 from workbench.architectures.gated_delta import GatedDeltaAdapter
 from workbench.architectures.gemma3 import Gemma3Adapter
 from workbench.architectures.latent_sparse import LatentSparseAdapter
 from workbench.errors import UnsupportedModelError
 
-__all__ = ["Adapter", "ChunkContext", "ChunkOutput", "adapter_for", "supported_model_types"]
+__all__ = ["Adapter", "ChunkContext", "ChunkOutput", "ChunkRun", "adapter_for", "supported_model_types"]
 
 _ADAPTERS: tuple[type[Adapter], ...] = (DenseAdapter, Gemma3Adapter, GatedDeltaAdapter, LatentSparseAdapter)
 

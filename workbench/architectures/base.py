@@ -9,15 +9,17 @@ boundary. They know nothing of groups, objectives, scopes or memory; nothing els
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workbench.architectures.config_check import check_config
 from workbench.errors import NonFiniteError
-from workbench.ops.attention import AttentionPage
+from workbench.ops.attention import AttentionMemo, AttentionPage
+from workbench.ops.logprobs import Head
 from workbench.state.pages import GradientPages, LayerState, NamedTensors, Page
 
 
@@ -29,23 +31,26 @@ class ChunkContext:
     pages: all earlier pages in order of position.
     carry: per layer, the carry before the chunk's first token ({} at position 0 and for layers without one).
     gradients: where gradients of earlier rows go; None when no gradient is taken.
+    keep_attention: keep each attention layer's output and statistics, to be used when a layer is run again.
     """
 
     start: int
     pages: Sequence[Page]
     carry: Sequence[NamedTensors]
     gradients: GradientPages | None = None
-
-    def layer(self, index: int) -> LayerView:
-        return LayerView(index, self)
+    keep_attention: bool = False
 
 
 @dataclass(frozen=True)
 class LayerView:
-    """One layer's part of a `ChunkContext`."""
+    """One layer's part of a `ChunkContext`.
+
+    memo: the attention result of this layer in an earlier pass over the same chunk, or a place to keep it.
+    """
 
     index: int
     context: ChunkContext
+    memo: AttentionMemo | None = None
 
     @property
     def start(self) -> int:
@@ -81,20 +86,40 @@ class LayerView:
         return AttentionPage(rows[key_name], rows[value_name], page.rows_start(self.index), sink)
 
 
+@dataclass
+class ChunkRun:
+    """One pass of a chunk through the layers.
+
+    rotary: position embeddings. layers: what each finished layer leaves behind. shared: what layers hand to each other
+        besides hidden states, by layer index. memos: attention results kept for a second pass.
+    """
+
+    context: ChunkContext
+    rotary: Any
+    layers: dict[int, LayerState] = field(default_factory=dict)
+    shared: dict[int, Any] = field(default_factory=dict)
+    memos: dict[int, AttentionMemo] = field(default_factory=dict)
+
+    def view(self, index: int) -> LayerView:
+        if self.context.keep_attention:
+            self.memos.setdefault(index, AttentionMemo())
+        return LayerView(index, self.context, self.memos.get(index))
+
+    def again(self, context: ChunkContext) -> ChunkRun:
+        """A second pass over the same chunk: same positions, selections and attention results."""
+        return ChunkRun(context, self.rotary, shared=self.shared, memos=self.memos)
+
+
 @dataclass(frozen=True)
 class ChunkOutput:
-    """hidden: [batch, tokens, hidden] after the final norm; layers: what each layer leaves behind (graph attached)."""
+    """hidden: [batch, tokens, hidden] after the final norm (before the last layer, if hidden was not needed).
+
+    layers: {index: what the layer leaves behind}, graph attached.
+    """
 
     hidden: Tensor
-    layers: tuple[LayerState, ...]
-
-
-@dataclass
-class ChunkScratch:
-    """What layers of one chunk hand to each other besides hidden states; dies with the chunk."""
-
-    new: list[LayerState] = field(default_factory=list)
-    shared: dict[str, Any] = field(default_factory=dict)
+    layers: Mapping[int, LayerState]
+    run: ChunkRun
 
 
 class Adapter:
@@ -133,31 +158,104 @@ class Adapter:
         """Most rows of an earlier page that a later token can see in this layer; None is unlimited."""
         return None
 
-    def forward_chunk(self, ids: Tensor, context: ChunkContext, *, locate: str | None = None) -> ChunkOutput:
+    def forward_chunk(
+        self,
+        ids: Tensor,
+        context: ChunkContext,
+        *,
+        embedded: Tensor | None = None,
+        need_hidden: bool = True,
+        layer_inputs: list[Tensor] | None = None,
+        locate: str | None = None,
+    ) -> ChunkOutput:
         """Run ids [batch, tokens] at positions context.start .. through all layers.
 
+        embedded: the embedded ids, when the caller has them. need_hidden=False: the last layer stops as soon as its
+        rows and carry are there. layer_inputs: receives every layer's input, then the final norm's.
         locate: when given, every layer's output is checked and NonFiniteError names the first bad layer, with this
         text as the place (used to explain a failure after the fact: the check costs a synchronisation per layer).
         """
         positions = torch.arange(context.start, context.start + ids.shape[1], device=ids.device)[None]
-        hidden = self.base.embed_tokens(ids)
-        rotary = self.rotary(hidden, positions)
-        scratch = ChunkScratch()
+        hidden = self.embed(ids) if embedded is None else embedded
+        run = ChunkRun(context, self.rotary(hidden, positions))
         for index in range(self.num_layers):
-            hidden = self.run_layer(index, hidden, rotary, context.layer(index), scratch)
-            if locate is not None and not torch.isfinite(hidden).all():
-                raise NonFiniteError(
-                    f"{locate}: NaN or infinity first appears in the output of layer {index} "
-                    f"({type(self.base.layers[index]).__name__}); check that layer's weights and the numeric dtype"
-                )
-        return ChunkOutput(self.base.norm(hidden), tuple(scratch.new))
+            if layer_inputs is not None:
+                layer_inputs.append(hidden)
+            out = self.run_layer(index, hidden, run, state_only=not need_hidden and index == self.num_layers - 1)
+            if locate is not None:
+                self._require_finite(index, run.layers[index], out, locate)
+            if out is None:
+                return ChunkOutput(hidden, run.layers, run)
+            hidden = out
+        if layer_inputs is not None:
+            layer_inputs.append(hidden)
+        return ChunkOutput(self.final_norm(hidden), run.layers, run)
+
+    def _require_finite(self, index: int, state: LayerState, out: Tensor | None, place: str) -> None:
+        tensors = [*state.rows.values(), *state.carry.values(), *([] if out is None else [out])]
+        if not all(bool(torch.isfinite(t).all()) for t in tensors):
+            raise NonFiniteError(
+                f"{place}: NaN or infinity first appears in the output of layer {index} "
+                f"({type(self.base.layers[index]).__name__}); check that layer's weights and the numeric dtype"
+            )
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.base.embed_tokens(ids)
+
+    def embedding_is_trainable(self) -> bool:
+        return any(p.requires_grad for p in self.base.embed_tokens.parameters())
+
+    def embedding_backward(self, ids: Tensor, gradient: Tensor) -> None:
+        """Add the embedding's gradient, given that of its output [1, tokens, hidden].
+
+        Rows are added in place: autograd's own backward would allocate a vocabulary x hidden tensor for every chunk.
+        """
+        embedding = self.base.embed_tokens
+        if not isinstance(embedding, nn.Embedding) or embedding.max_norm or embedding.scale_grad_by_freq:
+            with torch.enable_grad():  # an adapter around it, or an option that autograd knows better
+                torch.autograd.backward(embedding(ids), gradient)
+            return
+        weight = embedding.weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        flat = gradient.flatten(0, 1) * self.embedding_scale()
+        if embedding.padding_idx is not None:
+            flat = flat.masked_fill((ids.flatten() == embedding.padding_idx)[:, None], 0.0)
+        weight.grad.index_add_(0, ids.flatten(), flat.to(weight.dtype))
+
+    def embedding_scale(self) -> float | Tensor:
+        """What the embedding module multiplies its rows by."""
+        return 1.0
 
     def rotary(self, hidden: Tensor, positions: Tensor) -> Any:
         return self.base.rotary_emb(hidden, positions)
 
-    def run_layer(self, index: int, hidden: Tensor, rotary: Any, view: LayerView, scratch: ChunkScratch) -> Tensor:
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self.base.norm(hidden)
+
+    def run_layer(self, index: int, hidden: Tensor, run: ChunkRun, *, state_only: bool = False) -> Tensor | None:
+        """Run one layer, leaving its rows and carry in run.layers[index].
+
+        state_only: the output is not needed; stop when rows and carry are there and return None.
+        """
         raise NotImplementedError
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [rows, V] of final hidden states [rows, hidden], as the model's own head gives them."""
-        return self.causal_lm.lm_head(hidden)
+    @contextmanager
+    def kernels(self, *, decoding: bool) -> Iterator[None]:
+        """Replace kernels that the stock modules call, for the duration. decoding: single tokens without gradient."""
+        yield
+
+    def head(self) -> Head:
+        """The language-model head: its module, and what the model does to the logits after it."""
+        return Head(self.causal_lm.lm_head)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute for the duration."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from workbench.architectures.base import Adapter, ChunkScratch, LayerView
-from workbench.architectures.stock_attention import ATTENTION_NAME, ChunkCache
+from workbench.architectures.base import Adapter, ChunkRun
+from workbench.architectures.stock_attention import ATTENTION_NAME, run_stock_layer
 
 
 class DenseAdapter(Adapter):
@@ -41,8 +39,6 @@ class DenseAdapter(Adapter):
     }
     required = {"use_sliding_window": (False,)}
 
-    def run_layer(self, index: int, hidden: Tensor, rotary: Any, view: LayerView, scratch: ChunkScratch) -> Tensor:
-        cache = ChunkCache(view)
-        hidden = self.base.layers[index](hidden, position_embeddings=rotary, cache=cache, layer_view=view)
-        scratch.new.append(cache.layer_state())
-        return hidden
+    def run_layer(self, index: int, hidden: Tensor, run: ChunkRun, *, state_only: bool = False) -> Tensor | None:
+        layer = self.base.layers[index]
+        return run_stock_layer(layer, index, hidden, run, state_only=state_only, position_embeddings=run.rotary)

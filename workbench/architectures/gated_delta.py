@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 
 from torch import Tensor
 
-from workbench.architectures.base import Adapter, ChunkScratch, LayerView
-from workbench.architectures.stock_attention import ATTENTION_NAME, ChunkCache
+from workbench.architectures.base import Adapter, ChunkRun, replaced
+from workbench.architectures.stock_attention import ATTENTION_NAME, run_stock_layer
+from workbench.ops.gated_delta import chunk_gated_delta_rule
 
 
 class GatedDeltaAdapter(Adapter):
@@ -59,10 +63,31 @@ class GatedDeltaAdapter(Adapter):
     }
     required = {"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)}
 
-    def run_layer(self, index: int, hidden: Tensor, rotary: Any, view: LayerView, scratch: ChunkScratch) -> Tensor:
-        cache = ChunkCache(view)
-        # Gated DeltaNet kernels take arbitrary keywords: hand the view to attention layers only
-        extra = {"layer_view": view} if self.config.layer_types[index] == "full_attention" else {}
-        hidden = self.base.layers[index](hidden, position_embeddings=rotary, cache=cache, **extra)
-        scratch.new.append(cache.layer_state())
-        return hidden
+    def run_layer(self, index: int, hidden: Tensor, run: ChunkRun, *, state_only: bool = False) -> Tensor | None:
+        return run_stock_layer(
+            self.base.layers[index],
+            index,
+            hidden,
+            run,
+            state_only=state_only,
+            attends=self.config.layer_types[index] == "full_attention",
+            position_embeddings=run.rotary,
+        )
+
+    @contextmanager
+    def kernels(self, *, decoding: bool) -> Iterator[None]:
+        """Use this package's chunk rule where flash-linear-attention is not at hand.
+
+        Its backward is linear in the chunk, and single-token blocks go through it as well: the stock single-token
+        kernel is a different computation, so a block of one token would not score as it replays. Decoding keeps it.
+        """
+        modeling = sys.modules[type(self.base).__module__]
+        chunk_rule = modeling.torch_chunk_gated_delta_rule
+        if self.base.embed_tokens.weight.device.type != "cuda" or find_spec("fla") is None:
+            chunk_rule = chunk_gated_delta_rule
+        step_rule = modeling.torch_recurrent_gated_delta_rule if decoding else chunk_rule
+        with (
+            replaced(modeling, "torch_chunk_gated_delta_rule", chunk_rule),
+            replaced(modeling, "torch_recurrent_gated_delta_rule", step_rule),
+        ):
+            yield

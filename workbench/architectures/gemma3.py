@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.architectures.base import Adapter, ChunkScratch, LayerView
-from workbench.architectures.stock_attention import ATTENTION_NAME, ChunkCache
+from workbench.architectures.base import Adapter, ChunkRun
+from workbench.architectures.stock_attention import ATTENTION_NAME, run_stock_layer
+from workbench.ops.logprobs import Head
 
 
 class Gemma3Adapter(Adapter):
@@ -52,18 +53,13 @@ class Gemma3Adapter(Adapter):
         kinds = dict.fromkeys(self.config.layer_types)
         return {kind: self.base.rotary_emb(hidden, positions, kind) for kind in kinds}
 
-    def run_layer(self, index: int, hidden: Tensor, rotary: Any, view: LayerView, scratch: ChunkScratch) -> Tensor:
-        cache = ChunkCache(view)
-        hidden = self.base.layers[index](
-            hidden,
-            position_embeddings=rotary[self.config.layer_types[index]],
-            cache=cache,
-            layer_view=view,
-        )
-        scratch.new.append(cache.layer_state())
-        return hidden
+    def run_layer(self, index: int, hidden: Tensor, run: ChunkRun, *, state_only: bool = False) -> Tensor | None:
+        layer, rotary = self.base.layers[index], run.rotary[self.config.layer_types[index]]
+        return run_stock_layer(layer, index, hidden, run, state_only=state_only, position_embeddings=rotary)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = super().logits(hidden)
+    def embedding_scale(self) -> Tensor:
+        return self.base.embed_tokens.embed_scale
+
+    def head(self) -> Head:
         cap = self.config.final_logit_softcapping
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return Head(self.causal_lm.lm_head, None if cap is None else lambda logits: torch.tanh(logits / cap) * cap)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.architectures.base import Adapter, ChunkScratch, LayerView
+from workbench.architectures.base import Adapter, ChunkRun, LayerView
 from workbench.ops.attention import paged_attention
 from workbench.ops.selection import select_topk
 from workbench.state.pages import LayerState
@@ -81,30 +81,31 @@ class LatentSparseAdapter(Adapter):
     }
     required = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
 
-    def run_layer(self, index: int, hidden: Tensor, rotary: Any, view: LayerView, scratch: ChunkScratch) -> Tensor:
-        layer = self.base.layers[index]
-        hidden = hidden + self._attention(layer.self_attn, layer.input_layernorm(hidden), rotary, view, scratch)
+    def run_layer(self, index: int, hidden: Tensor, run: ChunkRun, *, state_only: bool = False) -> Tensor | None:
+        layer, view = self.base.layers[index], run.view(index)
+        mixed = self._attention(layer.self_attn, layer.input_layernorm(hidden), run, view, state_only)
+        if mixed is None:
+            return None
+        hidden = hidden + mixed
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
-    def _attention(
-        self, attn: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], view: LayerView, scratch: ChunkScratch
-    ) -> Tensor:
+    def _attention(self, attn: Any, hidden: Tensor, run: ChunkRun, view: LayerView, state_only: bool) -> Tensor | None:
         batch, tokens, _ = hidden.shape
         rank = attn.kv_lora_rank
         query_latent = attn.q_a_layernorm(attn.q_a_proj(hidden))
         query = attn.q_b_proj(query_latent).view(batch, tokens, -1, attn.qk_head_dim).transpose(1, 2)
         query_plain, query_rope = query.split([attn.qk_nope_head_dim, attn.qk_rope_head_dim], dim=-1)
         latent, key_rope = attn.kv_a_proj_with_mqa(hidden)[:, None].split([rank, attn.qk_rope_head_dim], dim=-1)
-        query_rope, key_rope = _modeling(attn).apply_rotary_pos_emb_interleave(query_rope, key_rope, *rotary)
+        query_rope, key_rope = _modeling(attn).apply_rotary_pos_emb_interleave(query_rope, key_rope, *run.rotary)
         rows = torch.cat([attn.kv_a_layernorm(latent), key_rope], dim=-1)
 
-        if attn.indexer is not None:
-            index_keys, selection = self._select(attn.indexer, hidden, query_latent, rotary, view)
-            scratch.shared["selection"] = selection
-            new = {"latents": rows, "index_keys": index_keys}
-        else:
-            new = {"latents": rows}
-        scratch.new.append(LayerState(new))
+        new = {"latents": rows}
+        if attn.indexer is not None and view.index not in run.shared:  # a second pass keeps the first one's selection
+            new["index_keys"], selection = self._select(attn.indexer, hidden, query_latent, run.rotary, view)
+            run.shared[view.index] = selection
+        run.layers[view.index] = LayerState(new)
+        if state_only:
+            return None
 
         key_up, value_up = _up_projections(attn)
         absorbed = torch.cat([torch.einsum("bhtn,chn->bhtc", query_plain, key_up), query_rope], dim=-1)
@@ -115,7 +116,8 @@ class LatentSparseAdapter(Adapter):
             pages=view.attention_pages("latents", "latents"),
             start=view.start,
             scaling=attn.scaling,
-            selection=scratch.shared["selection"],
+            selection=run.shared[max(full for full in run.shared if full <= view.index)],
+            memo=view.memo,
         )
         out = torch.einsum("bhtc,chv->bthv", out[..., :rank], value_up)
         return attn.o_proj(out.flatten(2))

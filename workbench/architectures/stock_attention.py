@@ -8,13 +8,14 @@ place, which breaks autograd, and concatenate keys and values, which copies the 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from workbench.architectures.base import LayerView
+from workbench.architectures.base import ChunkRun, LayerView
 from workbench.errors import UnsupportedModelError
 from workbench.ops.attention import paged_attention
 from workbench.state.pages import LayerState
@@ -51,6 +52,7 @@ def paged_attention_forward(
         start=layer_view.start,
         scaling=scaling,
         window=sliding_window,
+        memo=layer_view.memo,
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -58,11 +60,19 @@ def paged_attention_forward(
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 
 
-class ChunkCache:
-    """The part of transformers' Cache interface that one layer's modules call, without any in-place write."""
+class StateComplete(Exception):
+    """Raised through a stock layer once its rows and carry are there, to skip what would not be used."""
 
-    def __init__(self, view: LayerView) -> None:
+
+class ChunkCache:
+    """The part of transformers' Cache interface that one layer's modules call, without any in-place write.
+
+    state_only: end the layer with StateComplete as soon as its rows or carry are complete.
+    """
+
+    def __init__(self, view: LayerView, *, state_only: bool = False) -> None:
         self._view = view
+        self._state_only = state_only
         self._rows: dict[str, Tensor] = {}
         self._carry: dict[str, Tensor] = {}
 
@@ -71,6 +81,8 @@ class ChunkCache:
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self._rows = {"keys": keys, "values": values}
+        if self._state_only:
+            raise StateComplete
         return keys, values
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -98,4 +110,31 @@ class ChunkCache:
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         self._carry["recurrent"] = recurrent_states
+        if self._state_only:
+            raise StateComplete
         return recurrent_states
+
+
+def run_stock_layer(
+    layer: nn.Module,
+    index: int,
+    hidden: Tensor,
+    run: ChunkRun,
+    *,
+    state_only: bool,
+    attends: bool = True,
+    **inputs: Any,
+) -> Tensor | None:
+    """Run a stock decoder layer over one chunk: `Adapter.run_layer` for families whose layers run unchanged.
+
+    attends: whether the layer calls the attention function, which needs the layer's view of the resident pages.
+    """
+    view = run.view(index)
+    cache = ChunkCache(view, state_only=state_only)
+    if attends:  # other token mixers hand unknown keywords to their kernels
+        inputs["layer_view"] = view
+    out: Tensor | None = None
+    with suppress(StateComplete):
+        out = layer(hidden, cache=cache, **inputs)
+    run.layers[index] = cache.layer_state()
+    return out

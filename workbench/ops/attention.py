@@ -13,8 +13,9 @@ Statistics accumulate in float32 (float64 for float64 inputs).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ from torch import Tensor
 from workbench.types import accumulation_dtype
 
 GradientSink = Callable[[Tensor, Tensor], None]
+
+
+@dataclass
+class AttentionMemo:
+    """Output and log-sum-exp of one attention, kept so that a second pass over the same inputs need not repeat it."""
+
+    result: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ def paged_attention(
     scaling: float,
     window: int | None = None,
     selection: Tensor | None = None,
+    memo: AttentionMemo | None = None,
 ) -> Tensor:
     """Attention output [B, Hq, T, D] of a chunk at positions start .. start + T - 1.
 
@@ -56,8 +65,9 @@ def paged_attention(
     window: a query at position q sees keys at positions > q - window (transformers' sliding window).
     selection: bool [B, T, pages' rows in order + T], True where a query may attend (sparse attention); causality
     and window still apply.
+    memo: an empty one receives the result, a filled one replaces the computation (the backward is the same).
     """
-    return _PagedAttention.apply(query, key, value, tuple(pages), start, scaling, window, selection)
+    return _PagedAttention.apply(query, key, value, tuple(pages), start, scaling, window, selection, memo)
 
 
 def paged_attention_reference(
@@ -95,15 +105,17 @@ def paged_attention_reference(
 
 class _PagedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, pages, start, scaling, window, selection):  # type: ignore[override]
-        parts = _plan_parts(query, key, pages, start, window, selection)
-        partials = (_part_forward(query, key, value, part, scaling) for part in parts)
-        out, lse = next(partials)
-        for part_out, part_lse in partials:
-            out, lse = _merge(out, lse, part_out, part_lse)
-        out = out.to(query.dtype)
+    def forward(ctx, query, key, value, pages, start, scaling, window, selection, memo):  # type: ignore[override]
+        plan = (pages, start, window, selection)
+        if memo is not None and memo.result is not None:
+            out, lse = memo.result
+            out = out.view_as(out)  # the graph must not own the memo's own tensor
+        else:
+            out, lse = _forward(query, key, value, plan, scaling)
+            if memo is not None:
+                memo.result = out, lse
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.parts, ctx.scaling = parts, scaling
+        ctx.plan, ctx.scaling = plan, scaling
         return out
 
     @staticmethod
@@ -112,14 +124,24 @@ class _PagedAttention(torch.autograd.Function):
         grad_out = grad_out.contiguous()
         grad_query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
         grad_key = grad_value = None
-        for part in ctx.parts:
+        # masks are planned again rather than kept: they are as large as the scores
+        for part in _plan_parts(query, key, *ctx.plan):
             dq, dk, dv = _part_backward(grad_out, query, key, value, out, lse, part, ctx.scaling)
             grad_query += dq
             if part.page is None:
                 grad_key, grad_value = dk, dv
             elif part.page.sink is not None:
                 part.page.sink(dk, dv)
-        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None, None, None
+        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None, None, None, None
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, plan: Any, scaling: float) -> tuple[Tensor, Tensor]:
+    """Merged output in query's dtype and log-sum-exp in the accumulation dtype."""
+    partials = (_part_forward(query, key, value, part, scaling) for part in _plan_parts(query, key, *plan))
+    out, lse = next(partials)
+    for part_out, part_lse in partials:
+        out, lse = _merge(out, lse, part_out, part_lse)
+    return out.to(query.dtype), lse
 
 
 @dataclass(frozen=True)
@@ -142,16 +164,18 @@ def _plan_parts(
     start: int,
     window: int | None,
     selection: Tensor | None,
-) -> list[_Part]:
-    """Own rows first (they are never empty without a selection), then each page that some query can see."""
+) -> Iterator[_Part]:
+    """One part at a time, as masks are large: own rows first (never empty without a selection), then each page that
+    some query can see."""
     tokens = query.shape[2]
     own_selection = None if selection is None else selection[..., selection.shape[-1] - tokens :]
     plain_own = selection is None and (window is None or window >= tokens)
-    parts = [
+    own = (
         _Part(None, True, None, None)
         if plain_own
         else _masked_part(None, query, start, start, tokens, window, own_selection)
-    ]
+    )
+    yield own
     offset = 0
     for page in pages:
         rows = page.key.shape[2]
@@ -162,10 +186,9 @@ def _plan_parts(
             continue  # nothing of it is visible from the first query on
         fully_visible = window is None or page.start > start + tokens - 1 - window
         if part_selection is None and fully_visible:
-            parts.append(_Part(page, False, None, None))
+            yield _Part(page, False, None, None)
         else:
-            parts.append(_masked_part(page, query, start, page.start, rows, window, part_selection))
-    return parts
+            yield _masked_part(page, query, start, page.start, rows, window, part_selection)
 
 
 def _masked_part(

@@ -7,14 +7,35 @@ Log-sum-exp, log-probabilities and entropy are float32 (float64 for float64 mode
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workbench.types import accumulation_dtype
 
 ROWS_AT_ONCE = 64
-Head = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A language-model head: a module from hidden states to logits, and what follows it.
+
+    finish: applied to the module's logits, such as a soft cap. vocab_size: keep the first columns only; None: all.
+    """
+
+    module: Callable[[Tensor], Tensor]
+    finish: Callable[[Tensor], Tensor] | None = None
+    vocab_size: int | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits [rows, V] of hidden states [rows, hidden]."""
+        return self.finished(self.module(hidden))
+
+    def finished(self, logits: Tensor) -> Tensor:
+        logits = logits if self.finish is None else self.finish(logits)
+        return logits if self.vocab_size in (None, logits.shape[-1]) else logits[..., : self.vocab_size]
 
 
 def _row_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -38,6 +59,7 @@ def token_logprobs(head: Head, hidden: Tensor, targets: Tensor, *, temperature: 
         probabilities = logprobs.exp_()
         chosen.append(picked)
         entropies.append(-torch.xlogy(probabilities, probabilities).sum(dim=-1))
+        del logprobs, probabilities  # a block's must be gone before the next block's logits are there
     if not chosen:
         empty = hidden.new_zeros(0, dtype=accumulation_dtype(hidden.dtype))
         return empty, empty
@@ -53,11 +75,38 @@ def backward_logprobs(
     block of rows builds and frees its own small graph, so nothing of it outlives this call.
     """
     gradient = torch.empty_like(hidden)
+    walk_rows = _through_linear if type(head.module) is nn.Linear else _through_module
     blocks = (x.split(ROWS_AT_ONCE) for x in (hidden.detach(), targets, coefficients, gradient))
     for rows, wanted, weight, out in zip(*blocks, strict=True):
-        with torch.enable_grad():
-            leaf = rows.detach().requires_grad_()
-            picked, _ = _row_logprobs(head(leaf), wanted, temperature)
-            torch.autograd.backward(picked, weight.to(picked.dtype))
-        out.copy_(leaf.grad)
+        out.copy_(walk_rows(head, rows, wanted, weight, temperature))
     return gradient
+
+
+def _through_module(head: Head, rows: Tensor, targets: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """Any head: autograd through a few rows; serves LoRA, quantised and wrapped heads."""
+    with torch.enable_grad():
+        leaf = rows.detach().requires_grad_()
+        picked, _ = _row_logprobs(head(leaf), targets, temperature)
+        torch.autograd.backward(picked, weight.to(picked.dtype))
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@torch.no_grad()
+def _through_linear(head: Head, rows: Tensor, targets: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """A plain linear head: its weight gradient is accumulated in place, without a vocabulary x hidden temporary."""
+    linear: Any = head.module
+    leaf = linear(rows).requires_grad_()
+    with torch.enable_grad():
+        picked, _ = _row_logprobs(head.finished(leaf), targets, temperature)
+        torch.autograd.backward(picked, weight.to(picked.dtype))
+    del picked
+    assert leaf.grad is not None
+    if linear.weight.requires_grad:
+        if linear.weight.grad is None:
+            linear.weight.grad = torch.zeros_like(linear.weight)
+        linear.weight.grad.addmm_(leaf.grad.T, rows)
+    if linear.bias is not None and linear.bias.requires_grad:
+        bias_gradient = leaf.grad.sum(dim=0)
+        linear.bias.grad = bias_gradient if linear.bias.grad is None else linear.bias.grad.add_(bias_gradient)
+    return leaf.grad @ linear.weight
