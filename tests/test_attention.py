@@ -365,6 +365,25 @@ def test_pages_of_the_members_own_rows():
         assert worst_error({"out": joint["page 1 dkey"][i : i + 1]}, {"out": alone["page 1 dkey"]}) <= FLOAT64
 
 
+# ---------------------------------------------------------------- a second pass
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.usefixtures("kernel")
+def test_a_memo_replaces_the_forward_and_nothing_else(masked, monkeypatch):
+    """Layer-by-layer recomputation keeps attention results: same output and gradients, no second forward kernel."""
+    given = problem(window=9 if masked else None)
+    plain = paged(given)
+    given.options["memo"] = memo = attention.AttentionMemo()
+    first = paged(given)
+    assert memo.result is not None
+    monkeypatch.setattr(attention, "_part_forward", lambda *args: pytest.fail("the forward ran again"))
+    second = paged(given)
+    for name, tensor in plain.items():
+        assert torch.equal(first[name], tensor), name
+        assert torch.equal(second[name], tensor), name
+
+
 # ---------------------------------------------------------------- precision
 
 SHAPES = {

@@ -5,6 +5,8 @@ Everything here is an equality of sets; the only arithmetic compared is in float
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tests.helpers import float64_arithmetic, tiny_policy, token_ids
-from workbench import Policy, capture_prompt, score_responses
-from workbench.architectures import latent_sparse
+from workbench import InvalidInputError, Policy, capture_prompt, score_responses
+from workbench.architectures import ChunkContext, ChunkOutput
 from workbench.model_sources import tiny_model
-from workbench.ops.selection import select_topk
+from workbench.ops.selection import UNSELECTED, fingerprint, select_topk, stream_topk
 
 
 def chosen(scores: list[float] | Tensor, k: int, visible: list[bool] | None = None) -> list[int]:
@@ -95,52 +97,110 @@ def test_shards_select_the_set_that_one_would(shards, k):
     assert int(whole.sum(-1).max()) == min(k, 58)  # the last query sees 58 keys
 
 
+def as_mask(positions: Tensor, count: int) -> Tensor:
+    """Positions [..., k] as a bool mask [..., count]; each may occur once, UNSELECTED any number of times."""
+    columns = torch.where(positions == UNSELECTED, count, positions).long()
+    mask = torch.zeros(*positions.shape[:-1], count + 1, dtype=torch.int64)
+    mask.scatter_add_(-1, columns, torch.ones_like(columns))
+    assert int(mask[..., :count].max()) <= 1
+    return mask[..., :count].bool()
+
+
+@pytest.mark.parametrize("pages", [(64,), (1, 63), (20, 0, 7, 37), (1,) * 64], ids=lambda pages: f"{len(pages)} pages")
+@pytest.mark.parametrize("k", [1, 5, 20, 64, 70])
+def test_page_by_page_is_all_at_once(pages, k):
+    """`stream_topk` against its twin: ties within a page and over page borders, queries that see little or nothing."""
+    scores = torch.relu(torch.randint(-6, 4, (2, 8, 64), generator=torch.Generator().manual_seed(k)).float())
+    visible = torch.ones(8, 64, dtype=torch.bool).tril(40)
+    visible[3] = False
+    visible[4, 1:] = False
+    spans = list(itertools.accumulate(pages, initial=0))
+    parts = [(a, scores[..., a:b], visible[..., a:b]) for a, b in itertools.pairwise(spans)]
+    found = stream_topk(iter(parts), k)
+    assert found.shape == (2, 8, k)
+    assert found.dtype == torch.int32
+    assert torch.equal(as_mask(found, 64), select_topk(scores, visible, k))
+
+
+def test_pages_seen_by_everyone_need_no_mask_and_any_first_position():
+    scores = torch.relu(torch.randint(-6, 4, (8, 30), generator=torch.Generator().manual_seed(0)).float())
+    parts = [(100, scores[:, :11], None), (111, scores[:, 11:], None)]
+    expected = select_topk(scores, torch.ones(30, dtype=torch.bool), 6)
+    assert torch.equal(as_mask(stream_topk(parts, 6) - 100, 30), expected)
+
+
+def test_nothing_to_select_from_is_an_error():
+    with pytest.raises(InvalidInputError, match="at least one part"):
+        stream_topk([], 3)
+
+
 def test_no_graph_and_no_write():
     scores = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)).relu().requires_grad_()
     before = scores.detach().clone()
-    mask = select_topk(scores, torch.ones(9, dtype=torch.bool), 3)
-    assert not mask.requires_grad
+    assert not select_topk(scores, torch.ones(9, dtype=torch.bool), 3).requires_grad
+    assert not stream_topk([(0, scores, None)], 3).requires_grad
     assert torch.equal(scores.detach(), before)
+
+
+def test_a_fingerprint_notices_any_change_of_ids_or_order():
+    ids = torch.randint(0, 5, (4, 6), generator=torch.Generator().manual_seed(0))
+    same = fingerprint(ids.clone())
+    assert same == fingerprint(ids)
+    assert same.dim() == 0
+    for place in range(24):
+        changed = ids.clone()
+        changed.view(-1)[place] += 1
+        assert fingerprint(changed) != same
+    swapped = ids[:, [1, 0, 2, 3, 4, 5]]
+    assert not torch.equal(swapped, ids)
+    assert fingerprint(swapped) != same
+    assert fingerprint(torch.zeros(3, dtype=torch.int64)) != fingerprint(torch.zeros(4, dtype=torch.int64))
 
 
 # ---------------------------------------------------------------- in the model
 
 
-def selections(policy: Policy, prompt: Tensor, chunk_tokens: int) -> list[list[Tensor]]:
-    """By layer: the selection of each prompt position, as a list over chunks of bool [tokens, prefix + tokens]."""
-    found: list[Tensor] = []
-    attend = latent_sparse.paged_attention
+def selected_keys(policy: Policy, ids: Tensor, chunk_tokens: int) -> dict[int, list[set[int]]]:
+    """By layer that computes an index: the set of keys of each position but the last.
 
-    def record(*args, selection: Tensor, **kwargs):
-        found.append(selection[0])
-        return attend(*args, selection=selection, **kwargs)
+    Read off a scoring pass, because a capture stops before the attention of its last layer.
+    """
+    found: dict[int, list[set[int]]] = {}
+    forward = policy.adapter.forward_chunk
 
-    with mock.patch.object(latent_sparse, "paged_attention", record):
-        capture_prompt(policy, prompt, chunk_tokens=chunk_tokens)
-    layers = policy.adapter.num_layers
-    return [found[layer::layers] for layer in range(layers)]
+    def record(ids: Tensor, context: ChunkContext, **options: Any) -> ChunkOutput:
+        output = forward(ids, context, **options)
+        for layer, selection in output.run.shared.items():
+            for query in range(ids.shape[1]):
+                everything = range(context.start + query + 1)
+                keys = everything if selection is None else selection[0, query].tolist()  # None: dense so far
+                found.setdefault(layer, []).append(set(keys) - {UNSELECTED})
+        return output
+
+    with mock.patch.object(policy.adapter, "forward_chunk", record):
+        score_responses(policy, capture_prompt(policy, ids[:1]), [ids[1:]], block_tokens=chunk_tokens)
+    return found
 
 
-def test_shared_layers_reuse_the_last_full_layers_set():
+def test_only_full_layers_compute_an_index():
+    """Shared layers reuse the last full one's: what they then attend to is compared with the stock model elsewhere."""
     policy = tiny_policy("glm_moe_dsa")
     assert policy.adapter.config.indexer_types == ["full", "shared", "full", "shared"]
-    for chunk in zip(*selections(policy, token_ids(40), 16), strict=True):
-        assert chunk[0] is not chunk[2]
-        assert torch.equal(chunk[0], chunk[1])
-        assert torch.equal(chunk[2], chunk[3])
-        assert int(chunk[0].sum(-1).max()) == min(12, chunk[0].shape[-1])
-    assert not torch.equal(chunk[0], chunk[2])
+    found = selected_keys(policy, token_ids(40), 16)
+    assert set(found) == {0, 2}
+    assert found[0] != found[2]
+    for keys in found.values():
+        assert [len(k) for k in keys] == [min(12, position + 1) for position in range(39)]
+        assert all(max(k) <= position for position, k in enumerate(keys))
 
 
 @pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v32"])
 def test_every_chunk_size_selects_the_same_keys(family):
     policy = tiny_policy(family, torch.float64)
     with float64_arithmetic():
-        whole = [layer[0] for layer in selections(policy, token_ids(40), 64)]
+        whole = selected_keys(policy, token_ids(40), 64)
         for size in (1, 7, 16):
-            for one, chunks in zip(whole, selections(policy, token_ids(40), size), strict=True):
-                rows = [torch.nn.functional.pad(chunk, (0, 39 - chunk.shape[-1])) for chunk in chunks]
-                assert torch.equal(torch.cat(rows), one)
+            assert selected_keys(policy, token_ids(40), size) == whole
 
 
 def test_a_prompt_no_longer_than_the_top_k_is_dense():

@@ -15,7 +15,8 @@ from workbench.memory import NO_METER, MemoryMeter
 from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.state.pages import NamedTensors, Page, exact_copy, last_rows
-from workbench.state.resident import Carry, ResidentState
+from workbench.state.placement import check_placement, row_source, to_host
+from workbench.state.resident import Carry, Choices, ResidentState
 
 
 def capture_prompt(
@@ -24,6 +25,7 @@ def capture_prompt(
     *,
     chunk_tokens: int = 1024,
     keep_boundaries: bool = True,
+    placement: str = "device",
     meter: MemoryMeter | None = None,
 ) -> ResidentState:
     """Run prompt_ids[:-1] through the policy in chunks without autograd and keep what later tokens need.
@@ -31,9 +33,11 @@ def capture_prompt(
     prompt_ids: [P] integer ids, P >= 1. The result does not depend on chunk_tokens beyond rounding.
     keep_boundaries: also keep the carry at every chunk start and, in sliding-window layers, the rows that each chunk
         sees; the gradient scopes "full", Tail and Sampled need them, "response_only" does not.
+    placement: "device", or "host" to keep rows in host memory and stage one layer at a time (state/placement.py).
     Raises InvalidInputError, NonFiniteError (naming chunk and layer), UnsupportedModelError.
     """
     check_positive("chunk_tokens", chunk_tokens)
+    check_placement(placement)
     prompt = check_prompt(policy, prompt_ids)
     meter = meter or NO_METER
     weight_version = policy.weight_version
@@ -41,17 +45,20 @@ def capture_prompt(
     pages: list[Page] = []
     carry: Carry = empty_carry(policy)
     carries: dict[int, Carry] = {0: carry}
+    choices: list[Choices] = []
+    source = row_source(placement, policy.device)
     with policy.active(), torch.no_grad():
         for start, stop in progress(list(chunk_spans(0, boundary, chunk_tokens)), "capture", unit="chunk"):
-            context = ChunkContext(start, pages, carry)
+            context = ChunkContext(start, pages, carry, source=source)
             place = f"capture, prompt chunk [{start}, {stop})"
             ids = prompt[start:stop].to(policy.device)[None]
             output = forward_checked(policy, ids, context, place, need_hidden=False)
             if not keep_boundaries:
                 carries.clear()
                 pages = _forget_unseen_rows(policy, pages, stop)
-            pages.append(keep_page(policy, output, start, stop, meter))
+            pages.append(keep_page(policy, output, start, stop, placement, meter))
             carries[stop] = carry = keep_carry(output, meter)
+            choices.append(output.run.choices)
             del output, context  # their projections must be gone before the next chunk allocates its own
     return ResidentState(
         policy_key=policy.state_key,
@@ -61,6 +68,8 @@ def capture_prompt(
         carries=carries,
         chunk_tokens=chunk_tokens,
         boundaries=keep_boundaries,
+        placement=placement,
+        choices=tuple(choices),
     )
 
 
@@ -87,13 +96,15 @@ def forward_checked(
     return output
 
 
-def keep_page(policy: Policy, output: ChunkOutput, start: int, stop: int, meter: MemoryMeter) -> Page:
+def keep_page(policy: Policy, output: ChunkOutput, start: int, stop: int, placement: str, meter: MemoryMeter) -> Page:
     """Exact-size copies of the rows that tokens from `stop` on can see."""
     layers: list[NamedTensors] = []
     with meter.ledger("rows"):
         for index in range(policy.adapter.num_layers):
             layer, limit = output.layers[index], policy.adapter.row_limit(index)
             layers.append(exact_copy(layer.rows if limit is None else last_rows(layer.rows, limit)))
+    if placement == "host":
+        layers = [to_host(rows) for rows in layers]
     return Page(start, stop, tuple(layers))
 
 

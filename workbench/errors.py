@@ -19,5 +19,9 @@ class StaleStateError(WorkbenchError, RuntimeError):
     """A resident state was captured under another weight version than the policy has now."""
 
 
+class NonDeterministicError(WorkbenchError, RuntimeError):
+    """A recomputed pass selected other keys or experts than the pass it repeats, so its gradient would be wrong."""
+
+
 class NonFiniteError(WorkbenchError, ArithmeticError):
     """NaN or infinity in model output or gradient; the message names stage, member and layer."""

@@ -13,9 +13,10 @@ from workbench.memory import MemoryMeter
 from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.state.pages import GradientPages
+from workbench.state.placement import row_source
 from workbench.state.resident import ResidentState
 from workbench.types import GradientScope, Sampled, Tail
-from workbench.walk import CarryGradient, Segment, run_segment, walk_segment
+from workbench.walk import CarryGradient, Segment, require_same_choices, run_segment, walk_segment
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def walk_prompt(
     alive at a time. The policy must be active.
     """
     walked: list[int] = []
+    source = row_source(state.placement, policy.device)
     chunks = list(enumerate(state.pages))
     for index, page in progress(chunks[::-1], "prompt gradient", unit="chunk"):
         if page.start not in plan.starts:
@@ -88,8 +90,10 @@ def walk_prompt(
             state.pages[:index],
             state.carry_at(page.start),
             f"prompt gradient, chunk [{page.start}, {page.stop})",
+            source=source,
         )
         live = run_segment(policy, segment, gradients, checkpoint_layers=checkpoint_layers)
+        require_same_choices(live.output.run.choices, state.choices_of(index), segment.place)
         if on_graph is not None:
             on_graph(live.output.hidden)
         carry_gradient = walk_segment(policy, segment, live, gradients, carry_gradient, scale=plan.scale, meter=meter)

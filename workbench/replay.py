@@ -27,6 +27,7 @@ from workbench.memory import NO_METER, MemoryMeter
 from workbench.ops.logprobs import token_logprobs
 from workbench.policy import Policy
 from workbench.state.pages import GradientPages
+from workbench.state.placement import row_source
 from workbench.state.resident import ResidentState
 from workbench.types import Response
 from workbench.walk import CarryGradient, LiveSegment, Segment, run_segment, walk_segment
@@ -137,11 +138,14 @@ class Branch:
         boundary, count = self.state.positions, self.ids.numel()
         inputs = torch.cat([self.state.prompt_ids[-1:], self.ids[:-1]]) if count else self.ids
         pages, carry = list(self.state.pages), self.state.carry_at(boundary)
+        source = row_source(self.state.placement, self.policy.device)
         logprobs, entropies, live = [], [], None
         for start, stop in chunk_spans(boundary, boundary + count, self.block_tokens):
             first, last = start - boundary, stop - boundary
             place = f"response {self.member}, tokens [{first}, {last})"
-            segment = Segment(inputs[first:last], start, tuple(pages), carry, place, self.ids[first:last])
+            segment = Segment(
+                inputs[first:last], start, tuple(pages), carry, place, self.ids[first:last], source=source
+            )
             self.segments.append(segment)
             if keep_last_graph and stop == boundary + count:
                 assert self.gradients is not None
@@ -153,13 +157,13 @@ class Branch:
             logprobs.append(chosen)
             entropies.append(entropy)
             if stop < boundary + count:
-                pages.append(keep_page(self.policy, output, start, stop, self.meter))
+                pages.append(keep_page(self.policy, output, start, stop, self.state.placement, self.meter))
                 carry = keep_carry(output, self.meter)
         return _concatenate(logprobs, self.policy), _concatenate(entropies, self.policy), live
 
     @torch.no_grad()
     def _run_without_graph(self, segment: Segment) -> ChunkOutput:
-        context = ChunkContext(segment.start, segment.pages, segment.carry)
+        context = ChunkContext(segment.start, segment.pages, segment.carry, source=segment.source)
         return forward_checked(self.policy, segment.ids.to(self.policy.device)[None], context, segment.place)
 
     def _logprobs(self, hidden: Tensor, segment: Segment, first: int) -> tuple[Tensor, Tensor]:

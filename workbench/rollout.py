@@ -14,6 +14,7 @@ from workbench.inputs import check_positive
 from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.state.pages import LayerState, NamedTensors, Page
+from workbench.state.placement import row_source
 from workbench.state.resident import Carry, ResidentState
 from workbench.types import Response, accumulation_dtype
 
@@ -121,6 +122,7 @@ class _GroupDecoder:
         self._policy, self._state, self._group, self._max = policy, state, group, max_new_tokens
         self._rows = _OwnRows([{} for _ in range(policy.adapter.num_layers)], state.positions)
         self._carry: Carry = state.carry_at(state.positions)
+        self._source = row_source(state.placement, policy.device)
 
     def logits(self, ids: Tensor | None = None) -> Tensor:
         """Next-token logits [G, V]; ids [G] are the members' last tokens, None: the last prompt token."""
@@ -128,7 +130,7 @@ class _GroupDecoder:
         batch = self._state.prompt_ids[-1:][None].to(self._policy.device) if ids is None else ids[:, None]
         pages = [*self._state.pages, self._rows.page()] if self._rows.filled else self._state.pages
         position = self._state.positions + self._rows.filled
-        context = ChunkContext(position, pages, self._carry)
+        context = ChunkContext(position, pages, self._carry, source=self._source)
         output = self._policy.adapter.forward_chunk(batch, context)
         if not torch.isfinite(output.hidden).all():
             self._policy.adapter.forward_chunk(batch, context, locate=f"sampling, position {position}")

@@ -21,6 +21,7 @@ from workbench.memory import MemoryMeter
 from workbench.objective import StepDenominators, TokenSums
 from workbench.policy import Policy
 from workbench.prompt_gradient import check_scope, plan_walk
+from workbench.state.placement import check_placement
 from workbench.state.resident import ResidentState
 from workbench.types import GradientScope, Response
 
@@ -140,6 +141,7 @@ def _checked_old(old_logprobs: Sequence[Tensor] | None, responses: list[Tensor])
 def check_options(
     policy: Policy,
     scope: GradientScope,
+    placement: str,
     chunk_tokens: int,
     block_tokens: int,
     state: ResidentState | None,
@@ -148,6 +150,7 @@ def check_options(
     comm: None,
 ) -> None:
     check_scope(scope)
+    check_placement(placement)
     check_positive("chunk_tokens", chunk_tokens)
     check_positive("block_tokens", block_tokens)
     if comm is not None:
@@ -155,6 +158,10 @@ def check_options(
     if state is not None and chunk_tokens not in (CHUNK_TOKENS, state.chunk_tokens):
         raise InvalidInputError(
             f"chunk_tokens={chunk_tokens} reaches nothing: the given state has chunks of {state.chunk_tokens}"
+        )
+    if state is not None and placement not in ("device", state.placement):
+        raise InvalidInputError(
+            f"placement={placement!r} reaches nothing: the given state lives on the {state.placement}"
         )
     trainable = {id(p) for _, p in policy.trainable_parameters()}
     if not trainable:

@@ -18,6 +18,7 @@ from workbench.progress import progress
 from workbench.prompt_gradient import add_carry_gradients, needs_boundaries, plan_walk, walk_prompt
 from workbench.replay import BLOCK_TOKENS, replay_response, score_responses
 from workbench.state.pages import GradientPages
+from workbench.state.placement import HOST
 from workbench.state.resident import ResidentState
 from workbench.step import (
     CHUNK_TOKENS,
@@ -46,6 +47,7 @@ def update_step(
     chunk_tokens: int = CHUNK_TOKENS,
     block_tokens: int = BLOCK_TOKENS,
     checkpoint_layers: bool = False,
+    placement: str = "device",
     state: ResidentState | None = None,
     old_logprobs: Sequence[Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -62,6 +64,8 @@ def update_step(
         allow_stale=True lets "response_only" use an older one, and no other scope.
     checkpoint_layers: keep only layer inputs of the live segment and rebuild one layer's graph at a time: several times
         less graph for one more forward pass without its attention.
+    placement: "host" keeps rows and their gradients in host memory and stages one layer at a time; it implies
+        checkpoint_layers. A given state keeps the placement it was captured with.
     old_logprobs: per response, [R] log-probs of the policy that sampled; default: the current policy's own, so that
         every ratio is exactly 1.
     optimizer: called once, then gradients are set to None. Without it gradients stay in `.grad`; a second call adds.
@@ -75,7 +79,7 @@ def update_step(
     """
     # 1. Refuse what cannot work, before anything is computed
     step = checked_step(policy, prompt_ids, responses, rewards, advantages, objective, old_logprobs)
-    check_options(policy, gradient_scope, chunk_tokens, block_tokens, state, optimizer, objective, comm)
+    check_options(policy, gradient_scope, placement, chunk_tokens, block_tokens, state, optimizer, objective, comm)
     check_state(policy, step, state, gradient_scope, chunk_tokens, allow_stale)
 
     clock = StageClock(MemoryMeter(policy.device, enabled=measure_memory))
@@ -94,11 +98,17 @@ def update_step(
                     step.prompt,
                     chunk_tokens=chunk_tokens,
                     keep_boundaries=needs_boundaries(gradient_scope),
+                    placement=placement,
                     meter=meter,
                 )
         plan = plan_walk(gradient_scope, state)
-        boundary = state.positions
-        pages = GradientPages(lambda start: plan.wants(start, boundary), lambda: meter.ledger("gradient_pages"))
+        boundary, on_host = state.positions, state.placement == "host"
+        checkpoint_layers = checkpoint_layers or on_host
+        pages = GradientPages(
+            lambda start: plan.wants(start, boundary),
+            lambda: meter.ledger("gradient_pages"),
+            HOST if on_host else None,
+        )
         # 4. Replay the members one at a time
         with clock.stage("replay"), policy.active():
             carry_gradient = _replay_members(policy, state, step, pages, block_tokens, checkpoint_layers, meter)

@@ -15,7 +15,7 @@ Two ways to hold that one graph, with the same result:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -23,11 +23,13 @@ from torch import Tensor
 
 from workbench.architectures import Adapter, ChunkContext, ChunkOutput, ChunkRun
 from workbench.capture import forward_checked
+from workbench.errors import NonDeterministicError
 from workbench.memory import MemoryMeter
 from workbench.ops.logprobs import backward_logprobs
 from workbench.policy import Policy
 from workbench.state.pages import GradientPages, Page
-from workbench.state.resident import Carry
+from workbench.state.placement import ON_DEVICE, RowSource
+from workbench.state.resident import Carry, Choices
 
 CarryGradient = tuple[dict[str, Tensor], ...]
 RowGradients = Mapping[int, Mapping[str, Tensor]]
@@ -46,6 +48,7 @@ class Segment:
     carry: Carry
     place: str
     targets: Tensor | None = None
+    source: RowSource = ON_DEVICE
 
 
 class LiveSegment(Protocol):
@@ -117,7 +120,7 @@ class _WholeGraph:
     def __init__(self, policy: Policy, segment: Segment, gradients: GradientPages) -> None:
         self._adapter, self._segment = policy.adapter, segment
         self._carry = _leaves(segment.carry)
-        context = ChunkContext(segment.start, segment.pages, self._carry, gradients)
+        context = ChunkContext(segment.start, segment.pages, self._carry, gradients, source=segment.source)
         self._ids = segment.ids.to(policy.device)[None]
         self._embedded = _embedded_leaf(self._adapter, self._ids)
         with torch.enable_grad():
@@ -142,16 +145,17 @@ class _LayerByLayer:
 
     def __init__(self, policy: Policy, segment: Segment, gradients: GradientPages) -> None:
         self._adapter, self._segment = policy.adapter, segment
-        self._gradients = gradients
         self._ids = segment.ids.to(policy.device)[None]
         self._embedded = _embedded_leaf(self._adapter, self._ids)
-        context = ChunkContext(segment.start, segment.pages, segment.carry, gradients, keep_attention=True)
+        self._context = ChunkContext(
+            segment.start, segment.pages, segment.carry, gradients, keep_attention=True, source=segment.source
+        )
         self._inputs: list[Tensor] = []
         with torch.no_grad():
             self.output = forward_checked(
                 policy,
                 self._ids,
-                context,
+                self._context,
                 segment.place,
                 embedded=self._embedded.detach(),
                 need_hidden=_needs_hidden(segment),
@@ -192,9 +196,10 @@ class _LayerByLayer:
         if index > 0 or self._embedded.requires_grad:
             leaf.requires_grad_()
         carry = _leaves(self._segment.carry)
-        run = self._run.again(ChunkContext(self._segment.start, self._segment.pages, carry, self._gradients))
+        run = self._run.again(replace(self._context, carry=carry, keep_attention=False))
         with torch.enable_grad():
             out = self._adapter.run_layer(index, leaf, run, state_only=gradient is None)
+        require_same_choices(run.choices, self._run.choices, self._segment.place)
         output = ChunkOutput(leaf, {index: run.layers[index]}, run)
         roots = [] if gradient is None or out is None else [(out, gradient)]
         roots += _state_roots(output, index, row_gradients, carry_gradient)
@@ -204,6 +209,17 @@ class _LayerByLayer:
 
 
 # ---------------------------------------------------------------- pieces
+
+
+def require_same_choices(found: Choices, expected: Choices, place: str) -> int:
+    """Every key or expert choice of a recomputed pass must be the earlier pass's; returns how many were compared."""
+    for (layer, kind), hashed in found.items():
+        if int(hashed) != int(expected[layer, kind]):
+            raise NonDeterministicError(
+                f"{place}: layer {layer} selects other {kind} than in the pass it repeats, so its gradient would "
+                "belong to another computation; run with torch.use_deterministic_algorithms(True) and unchanged weights"
+            )
+    return len(found)
 
 
 def _needs_hidden(segment: Segment) -> bool:
@@ -248,7 +264,7 @@ def _state_roots(
 
 def _run_backward(roots: list[tuple[Tensor, Tensor]]) -> bool:
     """Backward from all roots that depend on anything trainable; False if none does."""
-    live = [(root, gradient.to(root.dtype)) for root, gradient in roots if root.requires_grad]
+    live = [(root, gradient.to(root.device, root.dtype)) for root, gradient in roots if root.requires_grad]
     if live:
         torch.autograd.backward([root for root, _ in live], [gradient for _, gradient in live])
     return bool(live)

@@ -20,7 +20,10 @@ from workbench.architectures.config_check import check_config
 from workbench.errors import NonFiniteError
 from workbench.ops.attention import AttentionMemo, AttentionPage
 from workbench.ops.logprobs import Head
+from workbench.ops.selected_attention import RowPage
+from workbench.ops.selection import fingerprint
 from workbench.state.pages import GradientPages, LayerState, NamedTensors, Page
+from workbench.state.placement import ON_DEVICE, RowSource
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class ChunkContext:
     carry: per layer, the carry before the chunk's first token ({} at position 0 and for layers without one).
     gradients: where gradients of earlier rows go; None when no gradient is taken.
     keep_attention: keep each attention layer's output and statistics, to be used when a layer is run again.
+    source: where rows come from when they do not live on the computing device.
     """
 
     start: int
@@ -39,6 +43,11 @@ class ChunkContext:
     carry: Sequence[NamedTensors]
     gradients: GradientPages | None = None
     keep_attention: bool = False
+    source: RowSource = ON_DEVICE
+
+    def rows(self, page: Page, layer: int) -> NamedTensors:
+        """The rows of one layer of a page, on the computing device."""
+        return self.source.rows(self.pages, page, layer)
 
 
 @dataclass(frozen=True)
@@ -64,8 +73,24 @@ class LayerView:
         """Pages as attention sees them; equal names mean that one tensor serves as key and value."""
         return [self._attention_page(page, key_name, value_name) for page in self._pages()]
 
-    def rows(self, name: str) -> list[Tensor]:
-        return [page.layers[self.index][name] for page in self._pages()]
+    def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """(position of the first row, rows [1, heads, N, width]) of every page."""
+        return ((page.rows_start(self.index), self.context.rows(page, self.index)[name]) for page in self._pages())
+
+    def row_pages(self, name: str) -> list[RowPage]:
+        """Pages of single-head rows as selected attention sees them."""
+        return [self._row_page(page, name) for page in self._pages()]
+
+    def _row_page(self, page: Page, name: str) -> RowPage:
+        gradients = self.context.gradients
+        rows = self.context.rows(page, self.index)[name][:, 0]
+        sink = None
+        if gradients is not None and gradients.wants(page):
+
+            def sink(index: Tensor, gradient: Tensor) -> None:
+                gradients.add_rows(page, self.index, name, index, gradient)
+
+        return RowPage(rows, page.rows_start(self.index), sink)
 
     def _pages(self) -> Iterator[Page]:
         return (page for page in self.context.pages if page.layers[self.index])
@@ -82,7 +107,7 @@ class LayerView:
                     gradients.add(page, self.index, key_name, dkey)
                     gradients.add(page, self.index, value_name, dvalue)
 
-        rows = page.layers[self.index]
+        rows = self.context.rows(page, self.index)
         return AttentionPage(rows[key_name], rows[value_name], page.rows_start(self.index), sink)
 
 
@@ -92,6 +117,7 @@ class ChunkRun:
 
     rotary: position embeddings. layers: what each finished layer leaves behind. shared: what layers hand to each other
         besides hidden states, by layer index. memos: attention results kept for a second pass.
+    choices: {(layer, "keys" or "experts"): hash of what the layer selected}, to be compared between passes.
     """
 
     context: ChunkContext
@@ -99,6 +125,11 @@ class ChunkRun:
     layers: dict[int, LayerState] = field(default_factory=dict)
     shared: dict[int, Any] = field(default_factory=dict)
     memos: dict[int, AttentionMemo] = field(default_factory=dict)
+    choices: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+
+    def note_choice(self, layer: int, kind: str, ids: Tensor) -> None:
+        """Remember a hash of the keys or experts that a layer chose without a gradient."""
+        self.choices[layer, kind] = fingerprint(ids)
 
     def view(self, index: int) -> LayerView:
         if self.context.keep_attention:
@@ -259,3 +290,17 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextmanager
+def noted_routing(layer: Any, index: int, run: ChunkRun) -> Iterator[None]:
+    """Note which experts a layer's router (mlp.gate, returning logits, weights, ids) chooses in this pass."""
+    router = getattr(layer.mlp, "gate", None)
+    if router is None:
+        yield
+        return
+    handle = router.register_forward_hook(lambda _, __, routed: run.note_choice(index, "experts", routed[2]))
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -9,14 +9,16 @@ it expands every latent of the prompt for every chunk and because its `topk` lea
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from workbench.architectures.base import Adapter, ChunkRun, LayerView
+from workbench.architectures.base import Adapter, ChunkRun, LayerView, noted_routing
 from workbench.ops.attention import paged_attention
-from workbench.ops.selection import select_topk
+from workbench.ops.selected_attention import selected_attention
+from workbench.ops.selection import stream_topk
 from workbench.state.pages import LayerState
 from workbench.types import accumulation_dtype
 
@@ -87,7 +89,8 @@ class LatentSparseAdapter(Adapter):
         if mixed is None:
             return None
         hidden = hidden + mixed
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        with noted_routing(layer, index, run):
+            return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
     def _attention(self, attn: Any, hidden: Tensor, run: ChunkRun, view: LayerView, state_only: bool) -> Tensor | None:
         batch, tokens, _ = hidden.shape
@@ -103,51 +106,65 @@ class LatentSparseAdapter(Adapter):
         if attn.indexer is not None and view.index not in run.shared:  # a second pass keeps the first one's selection
             new["index_keys"], selection = self._select(attn.indexer, hidden, query_latent, run.rotary, view)
             run.shared[view.index] = selection
+            if selection is not None:
+                run.note_choice(view.index, "keys", selection)
         run.layers[view.index] = LayerState(new)
         if state_only:
             return None
 
         key_up, value_up = _up_projections(attn)
         absorbed = torch.cat([torch.einsum("bhtn,chn->bhtc", query_plain, key_up), query_rope], dim=-1)
-        out = paged_attention(
-            absorbed,
-            rows,
-            rows,
-            pages=view.attention_pages("latents", "latents"),
-            start=view.start,
-            scaling=attn.scaling,
-            selection=run.shared[max(full for full in run.shared if full <= view.index)],
-            memo=view.memo,
-        )
+        selection = run.shared[max(full for full in run.shared if full <= view.index)]
+        if selection is None:  # every visible key is selected
+            pages = view.attention_pages("latents", "latents")
+            out = paged_attention(
+                absorbed, rows, rows, pages=pages, start=view.start, scaling=attn.scaling, memo=view.memo
+            )
+        else:
+            out = selected_attention(
+                absorbed,
+                rows[:, 0],
+                pages=view.row_pages("latents"),
+                start=view.start,
+                selection=selection,
+                scaling=attn.scaling,
+                memo=view.memo,
+            )
         out = torch.einsum("bhtc,chv->bthv", out[..., :rank], value_up)
         return attn.o_proj(out.flatten(2))
 
     @torch.no_grad()
     def _select(
         self, indexer: Any, hidden: Tensor, query_latent: Tensor, rotary: tuple[Tensor, Tensor], view: LayerView
-    ) -> tuple[Tensor, Tensor]:
-        """The chunk's index keys [batch, 1, tokens, width] and the selection [batch, tokens, prefix + tokens].
+    ) -> tuple[Tensor, Tensor | None]:
+        """The chunk's index keys [batch, 1, tokens, width] and the selected positions [batch, tokens, top-k].
 
-        The index takes no gradient, as in the stock model. Scores: relu(q . k) summed over index heads with learned
-        weights, in float32.
+        The selection is None while every visible key fits into the top-k: that is dense attention. The index takes no
+        gradient, as in the stock model. Scores: relu(q . k) summed over index heads with learned weights, in float32.
         """
         batch, tokens, _ = hidden.shape
         rope, width = indexer.qk_rope_head_dim, indexer.head_dim
+        dense = view.start + tokens <= indexer.index_topk
         query = indexer.wq_b(query_latent).view(batch, tokens, indexer.n_heads, width)
         key = indexer.k_norm(indexer.wk(hidden))[:, :, None]
         rotate = _index_rotation(indexer)
         query_rope, key_rope = rotate(query[..., :rope], key[..., :rope], *rotary, unsqueeze_dim=2)
         query = torch.cat([query_rope, query[..., rope:]], dim=-1)
         index_keys = torch.cat([key_rope, key[..., rope:]], dim=-1).transpose(1, 2)
+        if dense:
+            return index_keys, None
 
         dtype = accumulation_dtype(hidden.dtype)
         weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).to(dtype)
         weights = weights * indexer.n_heads**-0.5
-        parts = [*view.rows("index_keys"), index_keys]
-        scores = torch.cat([_index_scores(query, keys, weights, indexer.softmax_scale) for keys in parts], dim=-1)
-        prefix = scores.shape[-1] - tokens
-        visible = torch.ones(tokens, scores.shape[-1], dtype=torch.bool, device=scores.device).tril_(prefix)
-        return index_keys, select_topk(scores, visible, indexer.index_topk)
+
+        def scored_pages() -> Iterator[tuple[int, Tensor, Tensor | None]]:
+            for start, keys in view.rows("index_keys"):
+                yield start, _index_scores(query, keys, weights, indexer.softmax_scale), None
+            causal = torch.ones(tokens, tokens, dtype=torch.bool, device=hidden.device).tril_()
+            yield view.start, _index_scores(query, index_keys, weights, indexer.softmax_scale), causal
+
+        return index_keys, stream_topk(scored_pages(), indexer.index_topk)
 
 
 def _index_scores(query: Tensor, keys: Tensor, weights: Tensor, scale: float) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from workbench.architectures.base import ChunkRun, LayerView
+from workbench.architectures.base import ChunkRun, LayerView, noted_routing
 from workbench.errors import UnsupportedModelError
 from workbench.ops.attention import paged_attention
 from workbench.state.pages import LayerState
@@ -134,7 +134,7 @@ def run_stock_layer(
     if attends:  # other token mixers hand unknown keywords to their kernels
         inputs["layer_view"] = view
     out: Tensor | None = None
-    with suppress(StateComplete):
+    with suppress(StateComplete), noted_routing(layer, index, run):
         out = layer(hidden, cache=cache, **inputs)
     run.layers[index] = cache.layer_state()
     return out

@@ -137,7 +137,7 @@ def _qwen3(fields: Fields, index: int) -> Layer:
 def _gemma3(fields: Fields, index: int) -> Layer:
     sliding = fields("layer_types")[index] == "sliding_attention"
     window = fields("sliding_window") if sliding else None
-    return Layer(_attention(fields, qk_norm=True, window=window), _dense(fields), norms=4)
+    return Layer(_attention(fields, qk_norm=True, window=window), _dense(fields), norms=4, wide_norms=True)
 
 
 def _gated_delta(fields: Fields, index: int) -> Layer:
@@ -154,7 +154,7 @@ def _gated_delta(fields: Fields, index: int) -> Layer:
             kernel=fields("linear_conv_kernel_dim"),
             fused_inputs=fields.model_type == "qwen3_next",
         )
-    return Layer(mixer, _gated_delta_feed_forward(fields, index))
+    return Layer(mixer, _gated_delta_feed_forward(fields, index), wide_norms=True)
 
 
 def _gated_delta_feed_forward(fields: Fields, index: int) -> FeedForward:

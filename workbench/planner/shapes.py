@@ -65,6 +65,11 @@ class Attention:
         return 2 * self.key_value_heads * self.head_dim
 
     @property
+    def gradient_elements(self) -> int:
+        """Row elements that take a gradient."""
+        return self.row_elements
+
+    @property
     def row_limit(self) -> int | None:
         """Rows before a token that it can still see: the window less itself."""
         return None if self.window is None else self.window - 1
@@ -98,6 +103,7 @@ class GatedDelta:
 
     kind = "gated_delta"
     row_elements = 0
+    gradient_elements = 0
     row_limit = None
 
     @property
@@ -174,6 +180,11 @@ class Latent:
     def row_elements(self) -> int:
         return self.row_width + (self.index_dim if self.computes_index else 0)
 
+    @property
+    def gradient_elements(self) -> int:
+        """Index keys take no gradient."""
+        return self.row_width
+
     def linears(self) -> tuple[Linear, ...]:
         per_head = self.nope_dim + self.rope_dim
         projections = (
@@ -241,11 +252,15 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer; equal layers are equal objects. norms: RMS norms of width hidden."""
+    """One decoder layer; equal layers are equal objects.
+
+    norms: RMS norms of width hidden. wide_norms: they multiply by (1 + weight) in float32, as Gemma's and Qwen3.5's do.
+    """
 
     mixer: Attention | GatedDelta | Latent
     feed_forward: FeedForward
     norms: int = 2
+    wide_norms: bool = False
 
     @property
     def kind(self) -> str:

@@ -59,14 +59,17 @@ class GradientPages:
     wanted: which pages take a gradient, by their start position; a gradient for any other page is dropped, which is
         what detaches the prompt in the cheaper gradient scopes.
     allocating: context entered around each allocation (the memory meter books it there).
+    device: where gradients are kept; None: where they arise.
     """
 
     def __init__(
         self,
         wanted: Callable[[int], bool],
         allocating: Callable[[], AbstractContextManager[object]] = nullcontext,
+        device: torch.device | None = None,
     ) -> None:
         self._wanted = wanted
+        self._device = device
         self._allocating = allocating
         self._pages: dict[int, dict[tuple[int, str], Tensor]] = {}
         self.num_allocated = 0
@@ -79,12 +82,25 @@ class GradientPages:
         slots = self._pages.setdefault(page.start, {})
         present = slots.get((layer, name))
         if present is not None:
-            present += gradient
+            present += gradient.to(present.device)
             return
         dtype = accumulation_dtype(gradient.dtype)
         with self._allocating():
-            slots[layer, name] = gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
+            slots[layer, name] = gradient.to(
+                self._device or gradient.device, dtype, copy=True, memory_format=torch.contiguous_format
+            )
         self.num_allocated += 1
+
+    def add_rows(self, page: Page, layer: int, name: str, index: Tensor, gradient: Tensor) -> None:
+        """Add `gradient` [M, width] to the rows `index` [M] (repeats allowed) of a single-head row tensor."""
+        slots = self._pages.setdefault(page.start, {})
+        if (layer, name) not in slots:
+            rows = page.layers[layer][name]
+            with self._allocating():
+                slots[layer, name] = torch.zeros_like(rows, dtype=accumulation_dtype(rows.dtype))
+            self.num_allocated += 1
+        kept = slots[layer, name]
+        kept[0, 0].index_add_(0, index.to(kept.device), gradient.to(kept.device, kept.dtype))
 
     def take(self, start: int) -> dict[tuple[int, str], Tensor]:
         """Remove and return the gradients of the page that begins at `start`: {(layer, name): gradient}."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from workbench.errors import InvalidInputError, StaleStateError
 from workbench.state.pages import NamedTensors, Page, total_nbytes
 
 Carry = tuple[NamedTensors, ...]
+Choices = Mapping[tuple[int, str], Tensor]
 
 
 class ResidentState:
@@ -21,6 +22,7 @@ class ResidentState:
         response token, so it is replayed with every response.
     weight_version: the policy's weight version at capture; use under another one is refused.
     prompt_ids: [P] int64, on the CPU.
+    placement: "device" or "host". choices: what each chunk selected, so that a recompute can be held against it.
     boundaries: carries at the start of every chunk are kept as well (needed to walk back through the prompt).
 
     Tensors are shared with every replay and must not be written to; `checksum()` shows whether anyone did.
@@ -36,6 +38,8 @@ class ResidentState:
         carries: dict[int, Carry],
         chunk_tokens: int,
         boundaries: bool,
+        placement: str = "device",
+        choices: tuple[Choices, ...] = (),
     ) -> None:
         self._policy_key = policy_key
         self._weight_version = weight_version
@@ -44,6 +48,8 @@ class ResidentState:
         self._carries = carries
         self._chunk_tokens = chunk_tokens
         self._boundaries = boundaries
+        self._placement = placement
+        self._choices = choices
 
     @property
     def positions(self) -> int:
@@ -68,6 +74,15 @@ class ResidentState:
     @property
     def boundaries(self) -> bool:
         return self._boundaries
+
+    @property
+    def placement(self) -> str:
+        """Where the rows live: "device" or "host"."""
+        return self._placement
+
+    def choices_of(self, index: int) -> Choices:
+        """What the layers of page `index` selected without a gradient, hashed: {(layer, kind): int64}."""
+        return self._choices[index]
 
     def carry_at(self, position: int) -> Carry:
         """Carry of every layer before the token at `position` (a chunk start, or the boundary)."""

@@ -1,0 +1,50 @@
+"""Run records: whole or not at all, plain JSON, and nothing about the person or the place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from workbench.errors import InvalidInputError
+from workbench.records import RunRecord, gather_results, provenance, read_record, save_results, write_record
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_records_are_written_whole_and_hold_only_json(tmp_path):
+    path = tmp_path / "run.json"
+    record = RunRecord(
+        name="x", status="failed", results={"a": torch.tensor([1.5, float("nan")]), "b": Path("c"), "d": {1}}
+    )
+    write_record(path, record)
+    assert json.loads(path.read_text())["results"] == {"a": [1.5, None], "b": "c", "d": [1]}
+    loop: list = []
+    loop.append(loop)
+    with pytest.raises(RecursionError):
+        write_record(path, loop)
+    assert read_record(path)["name"] == "x", "a failed write must leave the old file"
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(InvalidInputError, match="status='done'"):
+        RunRecord(name="x", status="done")
+
+
+def test_outside_a_run_results_go_nowhere(monkeypatch):
+    monkeypatch.delenv("LONGSTRAW_RUN_DIR", raising=False)
+    monkeypatch.setattr("workbench.records.write_record", lambda *_: pytest.fail("wrote a record"))
+    save_results("toy", {"a": 1})
+
+
+def test_provenance_names_no_place_and_no_person():
+    text = json.dumps(provenance())
+    assert str(ROOT) not in text
+    assert str(Path.home()) not in text
+
+
+def test_inside_a_run_results_are_left_for_the_runner(monkeypatch, tmp_path):
+    monkeypatch.setenv("LONGSTRAW_RUN_DIR", str(tmp_path))
+    save_results("b", {"x": 1})
+    save_results("a", {"y": torch.ones(2)})
+    assert gather_results(tmp_path) == {"a": {"y": [1.0, 1.0]}, "b": {"x": 1}}

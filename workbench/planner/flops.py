@@ -1,0 +1,155 @@
+"""How long a step takes: operations by phase over what the machine delivers.
+
+Operations are exact from the configuration but for the recurrence (small) and an unbalanced routing; the rate is not:
+the share of peak that kernels reach is between 35 and 70 % in published training runs [assumed], LongStraw measured
+17 to 20 %, and this machine's own share comes from a calibration. Hence three lines per plan: roofline, 50 % of peak,
+calibrated. One multiply-add is two operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workbench.planner.request import Request
+from workbench.planner.shapes import Attention, GatedDelta, Latent, Layer, ModelShape
+from workbench.planner.sizes import row_bytes_per_token, weight_bytes
+
+HALF_OF_PEAK = 0.5
+SECONDS_BAND = (0.71, 1.43)  # 70 % and 35 % of peak, relative to 50 %
+
+# Backward of a linear in forwards: 1 for its input; 1 more for its weight when that is trained.
+INPUT_GRADIENT, WEIGHT_GRADIENT = 1.0, 1.0
+# Flash attention's backward: 5 products against the forward's 2.
+ATTENTION_BACKWARD = 2.5
+
+
+def pair_sum(first: int, last: int) -> int:
+    """sum of q for q = first + 1 .. last: how many keys queries at positions first .. last - 1 see in all."""
+    return last * (last + 1) // 2 - first * (first + 1) // 2
+
+
+def dense_flops_per_token(shape: ModelShape) -> int:
+    """2 per matrix element that a token meets, head left out; plus the recurrence's four products per state element."""
+    total = 0
+    for layer, count in shape.groups:
+        state = 8 * layer.mixer.carry_fp32_elements if isinstance(layer.mixer, GatedDelta) else 0
+        total += count * (2 * layer.active_weights + state)
+    return total
+
+
+def head_flops_per_token(shape: ModelShape) -> int:
+    return 2 * shape.vocab * shape.hidden
+
+
+def layer_attention_flops(layer: Layer, first: int, last: int) -> int:
+    """Scores and weighted sum of queries at positions first .. last - 1 over everything before them."""
+    mixer = layer.mixer
+    if isinstance(mixer, Attention):
+        keys = pair_sum(first, last)
+        if mixer.window is not None:
+            keys = _windowed(first, last, mixer.window)
+        return 4 * mixer.query_width * keys
+    if isinstance(mixer, Latent):
+        selected = _windowed(first, last, mixer.index_topk)
+        index = 2 * mixer.index_heads * mixer.index_dim * pair_sum(first, last) if mixer.computes_index else 0
+        return 2 * mixer.heads * (mixer.row_width + mixer.latent_rank) * selected + index
+    return 0
+
+
+def _windowed(first: int, last: int, window: int) -> int:
+    """Keys seen in all when each query sees at most `window`, itself included."""
+    ramp = min(max(window, first), last)
+    return pair_sum(first, ramp) + window * (last - ramp)
+
+
+def attention_flops(shape: ModelShape, first: int, last: int) -> int:
+    """Forward, all layers."""
+    return sum(count * layer_attention_flops(layer, first, last) for layer, count in shape.groups)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one phase does, over all ranks: operations, weight bytes read per rank, bytes over the host link per rank."""
+
+    flops: float
+    weight_reads: float = 0.0
+    link_bytes: float = 0.0
+
+
+def work_by_phase(shape: ModelShape, request: Request) -> dict[str, Work]:
+    """Capture, replay of the whole group, prompt gradient, optimizer.
+
+    Old log-probs are the replayed policy's own, so nothing is scored apart.
+    """
+    return {
+        "capture": _capture(shape, request),
+        "replay": _replay(shape, request),
+        "prompt_gradient": _prompt_gradient(shape, request),
+    }
+
+
+def _capture(shape: ModelShape, request: Request) -> Work:
+    tokens = request.resident_tokens
+    flops = tokens * dense_flops_per_token(shape) + attention_flops(shape, 0, tokens)
+    reads = request.num_chunks * weight_bytes(shape, request)
+    return Work(flops, reads, _staged_bytes(shape, request, tuple(range(request.num_chunks)), both_ways=False))
+
+
+def _backward_share(request: Request) -> float:
+    """Dense backward in forwards; layer checkpoints add the forward that is done again."""
+    again = 1.0 if request.checkpoint_layers else 0.0
+    return again + INPUT_GRADIENT + (WEIGHT_GRADIENT if request.training == "full" else 0.0)
+
+
+def _replay(shape: ModelShape, request: Request) -> Work:
+    """Forward over all blocks, all but the last again with a graph, backward over all; the head is part of it."""
+    tokens, first = request.response_tokens, request.resident_tokens
+    again = 1.0 - 1.0 / request.num_blocks
+    dense = tokens * (dense_flops_per_token(shape) + head_flops_per_token(shape))
+    attention = attention_flops(shape, first, first + tokens)
+    one = dense * (1.0 + again + _backward_share(request)) + attention * (1.0 + again + ATTENTION_BACKWARD)
+    passes = request.group_size * (3 * request.num_blocks - 1)
+    resident = row_bytes_per_token(shape, request.compute_bytes) * request.rank_tokens(first)
+    link = passes * resident if request.placement == "host" else 0.0
+    return Work(request.group_size * one, passes * weight_bytes(shape, request), link)
+
+
+def _prompt_gradient(shape: ModelShape, request: Request) -> Work:
+    """Each walked chunk forward again and backward, once for the whole group."""
+    chunks = request.walked_chunks
+    tokens = sum(request.chunk_length(index) for index in chunks)
+    attention = sum(
+        attention_flops(shape, index * request.chunk_tokens, index * request.chunk_tokens + request.chunk_length(index))
+        for index in (chunks if len(chunks) < request.num_chunks else ())
+    )
+    if len(chunks) == request.num_chunks:
+        attention = attention_flops(shape, 0, request.resident_tokens)
+    flops = tokens * dense_flops_per_token(shape) * (1.0 + _backward_share(request))
+    flops += attention * (1.0 + ATTENTION_BACKWARD)
+    reads = 2 * len(chunks) * weight_bytes(shape, request)
+    return Work(flops, reads, _staged_bytes(shape, request, chunks, both_ways=True))
+
+
+def _staged_bytes(shape: ModelShape, request: Request, chunks: tuple[int, ...], *, both_ways: bool) -> float:
+    """Bytes over the host link when rows live there: every chunk needs all rows before it.
+
+    both_ways: float32 gradient pages come in and go out as well.
+    """
+    if request.placement != "host":
+        return 0.0
+    per_token = row_bytes_per_token(shape, request.compute_bytes)
+    if both_ways:
+        per_token += 2 * row_bytes_per_token(shape, 4)
+    before = sum(index * request.chunk_tokens for index in chunks)
+    return per_token * request.rank_tokens(before)
+
+
+def optimizer_seconds(trained_bytes: float, bytes_per_second: float) -> float:
+    """AdamW reads weight, gradient and both moments and writes all but the gradient: 7 passes over trained bytes."""
+    return 7 * trained_bytes / bytes_per_second
+
+
+def phase_seconds(work: Work, ranks: int, flops_per_second: float, bytes_per_second: float, link: float) -> float:
+    """The slowest of computing, reading weights and the host link, which overlap. Dense work is shared by the ranks."""
+    computing = work.flops / (ranks * flops_per_second)
+    return max(computing, work.weight_reads / bytes_per_second, work.link_bytes / link)
