@@ -6,12 +6,12 @@ from workbench.figures import Table, layers_figure, logprobs_figure, memory_figu
 
 
 def test_tables_read_as_text_and_escape_html():
-    table = Table(["what", "value"], [["<b>", 1234567], ["small", 0.000123]], caption="a & b")
-    assert repr(table) == "a & b\nwhat   value\n<b>    1,234,567\nsmall  0.000123"
+    table = Table(["what", "value"], [["<b>", 1234567], ["small", 0.000123], ["is", True]], caption="a & b")
+    assert repr(table) == "a & b\nwhat   value\n<b>    1,234,567\nsmall  0.000123\nis     yes"
     html = table._repr_html_()
     assert "&lt;b&gt;" in html
     assert "a &amp; b" in html
-    assert html.count("<tr>") == 3
+    assert html.count("<tr>") == 4
 
 
 def test_the_memory_figure_adds_the_state_and_states_the_growth():

@@ -5,6 +5,7 @@ from workbench.capture import capture_prompt
 from workbench.config import ObjectiveConfig
 from workbench.errors import (
     InvalidInputError,
+    NonDeterministicError,
     NonFiniteError,
     StaleStateError,
     UnsupportedModelError,
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "InvalidInputError",
     "LayerState",
+    "NonDeterministicError",
     "NonFiniteError",
     "ObjectiveConfig",
     "Policy",

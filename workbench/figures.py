@@ -45,13 +45,15 @@ class Table:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _cell(value: Any) -> str:
-    is_number = isinstance(value, (int, float))
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     style = "text-align:right; font-variant-numeric:tabular-nums" if is_number else "text-align:left"
     return f"<td style='{style}'>{escape(_text(value))}</td>"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -46,6 +47,11 @@ def check_responses(policy: Policy, prompt_tokens: int, responses: Sequence[Resp
 def check_positive(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidInputError(f"{name}={value!r} must be an integer >= 1")
+
+
+def check_temperature(temperature: float) -> None:
+    if not 0.0 < temperature < math.inf:
+        raise InvalidInputError(f"temperature={temperature!r} must be a finite number > 0")
 
 
 def _as_ids(ids: Ids, what: str) -> Tensor:

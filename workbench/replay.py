@@ -22,7 +22,7 @@ from torch import Tensor
 from workbench.architectures import ChunkContext, ChunkOutput
 from workbench.capture import chunk_spans, forward_checked, keep_carry, keep_page
 from workbench.errors import NonFiniteError
-from workbench.inputs import Ids, check_positive, check_responses
+from workbench.inputs import Ids, check_positive, check_responses, check_temperature
 from workbench.memory import NO_METER, MemoryMeter
 from workbench.ops.logprobs import token_logprobs
 from workbench.policy import Policy
@@ -50,6 +50,7 @@ def score_responses(
     InvalidInputError, StaleStateError (unless allow_stale), NonFiniteError.
     """
     check_positive("block_tokens", block_tokens)
+    check_temperature(temperature)
     state.require_current(policy.state_key, policy.weight_version, allow_stale=allow_stale, purpose="score_responses")
     checked = check_responses(policy, state.positions + 1, responses)
     scores = []

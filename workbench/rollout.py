@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workbench.architectures import ChunkContext, ChunkOutput
 from workbench.errors import InvalidInputError, NonFiniteError
-from workbench.inputs import check_positive
+from workbench.inputs import check_positive, check_temperature
 from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.state.pages import LayerState, NamedTensors, Page
@@ -75,8 +75,7 @@ def _check_sampling(
 ) -> None:
     check_positive("num_responses", num_responses)
     check_positive("max_new_tokens", max_new_tokens)
-    if not temperature > 0.0:
-        raise InvalidInputError(f"temperature={temperature!r} must be > 0")
+    check_temperature(temperature)
     if not 0.0 < top_p <= 1.0:
         raise InvalidInputError(f"top_p={top_p!r} must be in (0, 1]")
     needed = state.positions + 1 + max_new_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -20,11 +21,12 @@ def test_committed_notebooks_are_essays(path):
     node = nbformat.read(path, as_version=4)
     nbformat.validate(node)
     code = [cell for cell in node.cells if cell.cell_type == "code"]
-    prose = [cell for cell in node.cells if cell.cell_type == "markdown"]
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code), "strip outputs before committing"
     assert "widgets" not in node.metadata
     assert [cell for cell in code if "parameters" in cell.metadata.get("tags", [])] == code[:1]
-    assert len(prose) >= len(code), "one piece of prose to one of code"
+    assert all(before.cell_type == "markdown" for before, cell in pairwise(node.cells) if cell.cell_type == "code"), (
+        "a piece of prose before each piece of code"
+    )
     for cell in code[1:]:
         lines = [line for line in cell.source.splitlines() if line and not line.startswith(("from ", "import "))]
         assert len(lines) <= 8, cell.source

@@ -59,6 +59,9 @@ def select_topk(scores: Tensor, visible: Tensor, k: int) -> Tensor:
 @torch.no_grad()
 def fingerprint(ids: Tensor) -> Tensor:
     """A 64-bit hash of integer ids and their order, as a 0-dim int64 tensor on their device (no synchronisation)."""
-    flat = ids.flatten().to(torch.int64) + 2
-    odd = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device) * 0x5851F42D4C957F2D + 0x14057B7EF767814F
-    return (flat * odd).sum()  # wraps around, as intended
+    # each (position, id) is mixed on its own (the finaliser of splitmix64), so that the sum has no linear collisions
+    flat = ids.flatten().to(torch.int64)
+    mixed = flat + torch.arange(flat.numel(), dtype=torch.int64, device=flat.device) * 0x1E3779B97F4A7C15
+    mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
+    mixed = (mixed ^ (mixed >> 27)) * -0x6B2FB644ECCEEE15
+    return (mixed ^ (mixed >> 31)).sum()  # products and sum wrap around, as intended

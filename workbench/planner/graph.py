@@ -64,17 +64,33 @@ def attention_bytes(mixer: Attention, request: Request, *, wide_norms: bool) -> 
     return total
 
 
-def gated_delta_state_bytes(mixer: GatedDelta, request: Request) -> int:
-    """Convolution and recurrence: what produces the state. All of `ops/gated_delta.py` is float32.
+def recurrence_bytes(mixer: GatedDelta) -> int:
+    """The scan of `ops/gated_delta.py`, float32 throughout.
 
     Per value head and token: 5 rows of the 64 x 64 sub-chunk matrices, 13 key-wide and 3 value-wide vectors; per
-    sub-chunk: the step matrix (key x key) and two states (key x value). The convolution keeps input and output.
+    sub-chunk: the step matrix (key x key) and two states (key x value).
     """
-    b, heads = request.compute_bytes, mixer.value_heads
-    convolution = 2 * mixer.channels * b
     per_token = 5 * SUB_CHUNK + 13 * mixer.key_dim + 3 * mixer.value_dim + 8
     per_sub_chunk = mixer.key_dim * (mixer.key_dim + 2 * mixer.value_dim)
-    return convolution + heads * FP32_BYTES * per_token + heads * FP32_BYTES * per_sub_chunk // SUB_CHUNK
+    return mixer.value_heads * FP32_BYTES * (per_token + per_sub_chunk // SUB_CHUNK)
+
+
+def padding_bytes(layer: Layer, tokens: int) -> int:
+    """The scan pads a segment to whole sub-chunks; what it saves of the padding."""
+    return recurrence_bytes(layer.mixer) * (-tokens % SUB_CHUNK) if isinstance(layer.mixer, GatedDelta) else 0
+
+
+def gated_delta_state_bytes(mixer: GatedDelta, request: Request) -> int:
+    """What produces the state: the convolution's input and output, and the scan."""
+    return 2 * mixer.channels * request.compute_bytes + recurrence_bytes(mixer)
+
+
+def capture_kept_bytes(layer: Layer, request: Request) -> int:
+    """Per token, what every Gated DeltaNet layer holds until a captured chunk's carry is copied.
+
+    The convolution's tail is a view of its whole input.
+    """
+    return layer.mixer.channels * request.compute_bytes if isinstance(layer.mixer, GatedDelta) else 0
 
 
 def gated_delta_output_bytes(mixer: GatedDelta, request: Request) -> int:

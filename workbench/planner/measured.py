@@ -37,7 +37,9 @@ class Calibration:
     """Measured slopes of one model's widths on one machine.
 
     graph: {kind of layer: bytes that one layer keeps for its backward}; formula: the same slope as `graph.py` has it.
-    workspace: {phase: peak bytes beyond the plan's other terms}.
+    capture: {kind of layer: bytes that one more layer adds to the peak of a capture, rows and carry left out}.
+    transient: {phase: peak bytes of the reference beyond the plan's other terms; logits are never alive with it}.
+    reference_layers: {kind of layer: how many the reference had}.
     flops_per_second: {phase: achieved rate}, of the engine as a whole.
     """
 
@@ -50,7 +52,9 @@ class Calibration:
     checkpoint_layers: bool
     graph: Mapping[str, Line]
     formula: Mapping[str, float]
-    workspace: Mapping[str, Line]
+    capture: Mapping[str, Line]
+    transient: Mapping[str, Line]
+    reference_layers: Mapping[str, int]
     flops_per_second: Mapping[str, float]
     lengths: tuple[int, int]
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -71,6 +75,14 @@ class Calibration:
         ratio = saved_bytes_per_token(layer, request) / self.formula[layer.kind]
         return Line(line.fixed * ratio, line.per_token * ratio)
 
+    def capture_beyond(self, shape: ModelShape, tokens: int) -> float:
+        """Peak of a capture beyond rows and carry: the reference's, and what the model's further layers add."""
+        extra = 0.0
+        for layer, count in shape.groups:
+            extra += count * self.capture[layer.kind].at(tokens)
+        at_reference = sum(n * self.capture[kind].at(tokens) for kind, n in self.reference_layers.items())
+        return self.transient["capture"].at(tokens) + extra - at_reference
+
     def save(self, path: str | Path) -> None:
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2)
         Path(path).write_text(text + "\n", encoding="utf-8")
@@ -82,7 +94,7 @@ class Calibration:
             raw = json.loads(Path(path).read_text(encoding="utf-8"))
             if raw.pop("format") != FORMAT:
                 raise InvalidInputError(f"{path} is a calibration of another format; run the calibration again")
-            for name in ("graph", "workspace"):
+            for name in ("graph", "capture", "transient"):
                 raw[name] = {key: Line(**line) for key, line in raw[name].items()}
             return cls(**raw | {"lengths": tuple(raw["lengths"])})
         except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
@@ -90,11 +102,11 @@ class Calibration:
 
 
 def signature(shape: ModelShape, request: Request) -> str:
-    """Equal for plans whose layers are measured by the same run: widths, storage and training, not counts."""
+    """Equal for plans whose layers are measured by the same run: layer widths, storage and training, not counts."""
     layers = sorted(repr(layer) for layer, _ in shape.groups)
     last = repr(shape.layers[-1])  # it stops early in the prompt walk
     parts = (
-        [shape.model_type, shape.hidden, shape.vocab, shape.tied, layers, last]
+        [shape.model_type, shape.hidden, layers, last]
         + [request.weights, request.training, request.lora_rank, request.checkpoint_layers]
     )  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

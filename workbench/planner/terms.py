@@ -128,23 +128,26 @@ class TermBuilder:
 
     def _graph_bytes(self, phase: str, tokens: int) -> float:
         shape, request = self.shape, self.request
+        padding = sum(count * graph.padding_bytes(layer, tokens) for layer, count in shape.groups)
         if self.calibration is not None and self._cover != "no":
             lines = [(self.calibration.layer_graph(layer, request, scaled=self._cover == "scaled"), count)
                      for layer, count in shape.groups]  # fmt: skip
             saved = sum(count * line.at(tokens) for line, count in lines)
-            return max(0.0, saved + min(0.0, self._measured_workspace(phase, tokens)))
+            saved += 0 if request.checkpoint_layers else padding
+            # The reference's last layer stops early in a walk, which shows as a negative transient.
+            return max(0.0, saved + min(0.0, self._transient(phase, tokens)))
         per_layer = graph.kept_between_layers_bytes if request.checkpoint_layers else graph.saved_bytes_per_token
-        keys = request.positions
-        kept = sum(count * (per_layer(layer, request) + graph.mask_bytes_per_token(layer, request, keys))
+        kept = sum(count * (per_layer(layer, request) + graph.mask_bytes_per_token(layer, request, request.positions))
                    for layer, count in shape.groups)  # fmt: skip
         fixed = sum(count * graph.kept_per_segment_bytes(layer, request) for layer, count in shape.groups)
         if request.checkpoint_layers:
             kept += largest_layer(shape, lambda layer: graph.saved_bytes_per_token(layer, request))
+            padding = largest_layer(shape, lambda layer: graph.padding_bytes(layer, tokens))
         elif phase == "prompt_gradient":  # the last layer stops once its rows and carry are there
             last = shape.layers[-1]
             kept += graph.state_only_bytes_per_token(last, request) - graph.saved_bytes_per_token(last, request)
         own_rows = sizes.row_bytes_per_token(shape, request.compute_bytes, windowed=True)
-        return tokens * max(0, kept - (own_rows if phase == "replay" else 0)) + fixed
+        return tokens * max(0, kept - (own_rows if phase == "replay" else 0)) + fixed + padding
 
     def _logits(self, phase: str) -> Term:
         value = graph.head_logits_bytes(self.shape, self.request) if phase in ("score", "replay") else 0
@@ -160,31 +163,47 @@ class TermBuilder:
                     "temporaries of one layer, rows and carry before they are copied, a staged layer", origin)  # fmt: skip
 
     def _workspace_bytes(self, phase: str, tokens: int) -> float:
-        shape, request = self.shape, self.request
+        """Temporaries beyond the other terms; the head's logits are freed before those of a backward come."""
         if phase == "load":
             return 0.0
         if phase == "optimizer":  # torch's foreach AdamW holds one temporary per trained parameter
-            return sizes.gradient_bytes(shape, request) if request.optimizer == "adamw" else 0.0
-        staged = self._staged_bytes(phase)
-        if phase in ("capture", "score"):  # fresh rows and carry live until they are copied
-            fresh = sizes.row_bytes_per_token(shape, request.compute_bytes, windowed=True) * tokens
-            staged += fresh + sizes.rank_carry_bytes(shape, request)
-        if not tokens:
-            return staged
-        if self.calibration is not None and self._cover != "no":
-            return staged + max(0.0, self._measured_workspace(phase, tokens))
-        largest = largest_layer(shape, lambda layer: graph.saved_bytes_per_token(layer, request))
-        weight = graph.largest_weight_gradient_bytes(shape, request) if phase in ("replay", "prompt_gradient") else 0
-        return staged + WORKSPACE_SHARE * largest * tokens + weight
+            return sizes.gradient_bytes(self.shape, self.request) if self.request.optimizer == "adamw" else 0.0
+        transient = max(0.0, self._transient(phase, tokens)) if tokens else 0.0
+        logits = graph.head_logits_bytes(self.shape, self.request) if phase == "replay" else 0
+        return self._staged_bytes(phase) + max(0.0, transient - logits)
 
-    def _measured_workspace(self, phase: str, tokens: int) -> float:
-        assert self.calibration is not None
-        name = "capture" if phase == "score" else phase
-        line = self.calibration.workspace[name]
+    def _transient(self, phase: str, tokens: int) -> float:
+        forward = phase in ("capture", "score")
+        if self.calibration is None or self._cover == "no":
+            return self._assumed_capture(tokens) if forward else self._assumed_backward(tokens)
         if self._cover == "measured":
-            return line.at(tokens)
+            if forward:
+                return self.calibration.capture_beyond(self.shape, tokens)
+            return self._padded_transient(self.calibration.transient[phase].at(tokens), tokens)
+        line = self.calibration.transient["capture" if forward else phase]
         own = largest_layer(self.shape, lambda layer: graph.saved_bytes_per_token(layer, self.request))
         return line.at(tokens) * own / max(self.calibration.formula.values())
+
+    def _padded_transient(self, transient: float, tokens: int) -> float:
+        """With layer checkpoints the rebuilt layer, scan and padding, is part of what was measured beyond the plan."""
+        if not self.request.checkpoint_layers:
+            return transient
+        return transient + largest_layer(self.shape, lambda layer: graph.padding_bytes(layer, tokens))
+
+    def _assumed_capture(self, tokens: int) -> float:
+        """One layer's temporaries, or the chunk's rows and carry before they are copied; convolution inputs."""
+        shape, request = self.shape, self.request
+        largest = largest_layer(shape, lambda layer: graph.saved_bytes_per_token(layer, request) * tokens
+                                + graph.padding_bytes(layer, tokens))  # fmt: skip
+        fresh = sizes.row_bytes_per_token(shape, request.compute_bytes, windowed=True) * tokens
+        convolutions = sum(count * graph.capture_kept_bytes(layer, request) for layer, count in shape.groups)
+        return max(WORKSPACE_SHARE * largest, fresh) + convolutions * tokens
+
+    def _assumed_backward(self, tokens: int) -> float:
+        shape, request = self.shape, self.request
+        largest = largest_layer(shape, lambda layer: graph.saved_bytes_per_token(layer, request) * tokens
+                                + graph.padding_bytes(layer, tokens))  # fmt: skip
+        return WORKSPACE_SHARE * largest + graph.largest_weight_gradient_bytes(shape, request)
 
     def _staged_bytes(self, phase: str) -> float:
         """Rows on the host: one layer's are on the device at a time, with their gradients where they have any."""

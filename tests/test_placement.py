@@ -1,0 +1,85 @@
+"""Rows in host memory, staged a layer at a time: the same numbers, the same bytes, one layer at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import oracle
+from workbench import InvalidInputError, Policy, capture_prompt, sample_responses, score_responses, update_step
+from workbench.model_sources import TINY_FAMILIES, tiny_model
+from workbench.state.pages import Page
+from workbench.state.placement import LayerStager
+
+PROMPT = torch.randint(3, 101, (61,), generator=torch.Generator().manual_seed(1))
+RESPONSES = [torch.randint(3, 101, (n,), generator=torch.Generator().manual_seed(n)) for n in (1, 7, 12)]
+
+
+def step(model: Any, **options: Any) -> tuple[Any, oracle.Gradients]:
+    report = update_step(
+        Policy(model), PROMPT, RESPONSES, advantages=[1.0, -0.5, 0.7], chunk_tokens=16, block_tokens=5, **options
+    )
+    return report, oracle.take_gradients(model)
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("scope", ["full", "response_only"])
+def test_host_and_device_give_the_same_bits(family: str, scope: str) -> None:
+    model = tiny_model(family)
+    device, on_device = step(model, gradient_scope=scope, checkpoint_layers=True)
+    host, on_host = step(model, gradient_scope=scope, placement="host")
+    assert host.loss == device.loss
+    assert all(torch.equal(a, b) for a, b in zip(host.logprobs, device.logprobs, strict=True))
+    assert on_host.keys() == on_device.keys()
+    assert all(torch.equal(on_host[name], on_device[name]) for name in on_device)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "glm_moe_dsa"])
+def test_scores_and_samples_are_the_same_bits(family: str) -> None:
+    policy = Policy(tiny_model(family))
+    device, host = (capture_prompt(policy, PROMPT, chunk_tokens=16, placement=where) for where in ("device", "host"))
+    assert host.placement == "host"
+    assert host.checksum() == device.checksum()
+    assert host.inventory() == device.inventory()
+    scores = zip(score_responses(policy, host, RESPONSES), score_responses(policy, device, RESPONSES), strict=True)
+    assert all(torch.equal(a, b) for a, b in scores)
+    samples = (sample_responses(policy, state, 3, max_new_tokens=6, seed=0) for state in (host, device))
+    assert all(torch.equal(a.ids, b.ids) for a, b in zip(*samples, strict=True))
+
+
+def test_one_layer_is_staged_at_a_time() -> None:
+    """Asking for a layer drops the one before; asking again for the same layer copies nothing."""
+    pages = [Page(start, start + 4, tuple({"keys": torch.randn(1, 2, 4, 8)} for _ in range(3))) for start in (0, 4)]
+    stager = LayerStager(torch.device("cpu"))
+    first = stager.rows(pages, pages[0], 0)["keys"]
+    assert torch.equal(first, pages[0].layers[0]["keys"])
+    assert first.data_ptr() != pages[0].layers[0]["keys"].data_ptr(), "staging copies, also where both places are one"
+    assert stager.rows(pages, pages[0], 0)["keys"] is first
+    stager.rows(pages, pages[1], 0)
+    assert stager.bytes_staged == 2 * first.nbytes
+    stager.rows(pages, pages[0], 1)
+    assert stager.rows(pages, pages[0], 0)["keys"] is not first
+    assert stager.layers_staged == 3
+
+
+def test_staged_bytes_are_one_layers_share_of_the_rows() -> None:
+    """Beyond what device placement needs, the peak holds the staged copy of one layer, not of all four."""
+    options: dict[str, Any] = {"gradient_scope": "response_only", "chunk_tokens": 256, "advantages": [1.0]}
+    prompt = torch.randint(3, 101, (4097,), generator=torch.Generator().manual_seed(2))
+
+    def peak(**more: Any) -> Any:
+        return update_step(Policy(tiny_model("glm_moe_dsa")), prompt, [RESPONSES[1]], **options, **more).memory
+
+    device, host = peak(checkpoint_layers=True), peak(placement="host")
+    assert host["peak_bytes"] - device["peak_bytes"] <= 0.3 * host["rows"]
+
+
+def test_bad_placements_are_refused() -> None:
+    policy = Policy(tiny_model("qwen3"))
+    with pytest.raises(InvalidInputError, match="placement='disk' is not one of device, host"):
+        capture_prompt(policy, PROMPT, placement="disk")
+    state = capture_prompt(policy, PROMPT)
+    with pytest.raises(InvalidInputError, match="reaches nothing: the given state lives on the device"):
+        update_step(policy, PROMPT, RESPONSES, advantages=[1.0, 0.0, 0.0], state=state, placement="host")
