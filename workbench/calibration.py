@@ -23,12 +23,13 @@ from workbench.capture import capture_prompt, empty_carry
 from workbench.errors import InvalidInputError
 from workbench.loading import load_policy
 from workbench.memory import MemoryMeter
-from workbench.planner import Calibration, Gpu, Line, Plan, Request, find_model, plan_request
+from workbench.planner import Calibration, Gpu, Line, Plan, Request, plan_request
 from workbench.planner.families import model_shape
 from workbench.planner.flops import work_by_phase
 from workbench.planner.graph import saved_bytes_per_token
 from workbench.planner.measured import signature
 from workbench.planner.shapes import Layer, ModelShape
+from workbench.planner.sources import model_config
 from workbench.policy import Policy
 from workbench.state.pages import GradientPages
 from workbench.types import StepReport
@@ -226,11 +227,8 @@ def _line(lengths: tuple[int, int], found: Sequence[float]) -> Line:
 
 def _text_config(model: Any) -> Any:
     if isinstance(model, str):
-        from workbench.planner.sources import model_config
-
         return model_config(model)
-    config = getattr(model, "config", model)
-    return config.get_text_config()
+    return getattr(model, "config", model).get_text_config()
 
 
 def _one_of_each(shape: ModelShape) -> list[int]:
@@ -252,6 +250,3 @@ def _with_layers(config: Any, shape: ModelShape, indices: Sequence[int]) -> Any:
     reduced.num_hidden_layers = len(indices)
     reduced.vocab_size, reduced.pad_token_id = VOCAB, None
     return reduced
-
-
-__all__ = ["calibrate", "find_model"]

@@ -97,7 +97,7 @@ def _capture(shape: ModelShape, request: Request) -> Work:
 
 def _backward_share(request: Request) -> float:
     """Dense backward in forwards; layer checkpoints add the forward that is done again."""
-    again = 1.0 if request.checkpoint_layers else 0.0
+    again = 1.0 if request.rebuilds_layers else 0.0
     return again + INPUT_GRADIENT + (WEIGHT_GRADIENT if request.training == "full" else 0.0)
 
 

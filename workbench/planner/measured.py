@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.errors import InvalidInputError
 from workbench.planner.graph import saved_bytes_per_token
-from workbench.planner.request import Request
+from workbench.planner.request import WEIGHT_BYTES, Request
 from workbench.planner.shapes import Layer, ModelShape
 
 # How far a measured slope is from what another run of the same widths shows: figures in tests/test_calibration.py.
@@ -63,8 +63,8 @@ class Calibration:
         """ "measured" for the same widths, "scaled" for the same family and training, "no" else."""
         if self.signature == signature(shape, request):
             return "measured"
-        same = (self.model_type, self.weights, self.training, self.checkpoint_layers)
-        asked = (shape.model_type, request.weights, request.training, request.checkpoint_layers)
+        same = (self.model_type, WEIGHT_BYTES[self.weights], self.training, self.checkpoint_layers)
+        asked = (shape.model_type, request.compute_bytes, request.training, request.rebuilds_layers)
         return "scaled" if same == asked and all(layer.kind in self.graph for layer, _ in shape.groups) else "no"
 
     def layer_graph(self, layer: Layer, request: Request, *, scaled: bool) -> Line:
@@ -102,11 +102,14 @@ class Calibration:
 
 
 def signature(shape: ModelShape, request: Request) -> str:
-    """Equal for plans whose layers are measured by the same run: layer widths, storage and training, not counts."""
+    """Equal for plans whose layers are measured by the same run: layer widths, dtype of activations and training.
+
+    Not the number of layers, the vocabulary or the storage of frozen weights (nf4 computes in bf16).
+    """
     layers = sorted(repr(layer) for layer, _ in shape.groups)
     last = repr(shape.layers[-1])  # it stops early in the prompt walk
     parts = (
         [shape.model_type, shape.hidden, layers, last]
-        + [request.weights, request.training, request.lora_rank, request.checkpoint_layers]
+        + [request.compute_bytes, request.training, request.lora_rank, request.rebuilds_layers]
     )  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

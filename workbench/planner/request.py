@@ -31,7 +31,8 @@ class Request:
     weights: storage of the base model, "nf4", "bf16" or "fp32"; activations are bf16 for the first two.
     training: "lora" (float32 adapters of lora_rank on a frozen base, as PEFT makes them) or "full".
     placement: where rows, their gradients and boundary carries live: "device" or "host".
-    checkpoint_layers: keep layer inputs and attention outputs only, rebuild one layer's graph at a time.
+    checkpoint_layers: keep layer inputs and attention outputs only, rebuild one layer's graph at a time; implied by
+        placement="host".
     quantize_experts: with "nf4": are stacked expert tensors quantised too (a Linear-only quantiser skips them)?
     optimizer: "adamw" or "none" (gradients are left in place).
     num_gpus: a check only: must be a multiple of context_parallel.
@@ -167,6 +168,10 @@ class Request:
 
     def chunk_length(self, index: int) -> int:
         return min(self.chunk_tokens, self.resident_tokens - index * self.chunk_tokens)
+
+    @property
+    def rebuilds_layers(self) -> bool:
+        return self.checkpoint_layers or self.placement == "host"
 
     @property
     def compute_bytes(self) -> int:

@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from workbench.planner.shapes import ModelShape
 
 # The data lies beside the package: a clone and an editable install (the only ones there are) both have it there.
 DATA = Path(__file__).resolve().parents[2] / "data"
+THIS_MACHINE = "this machine"
 CATALOGUE_VARIABLE = "LONGSTRAW_CATALOGUE"
 
 # Held by context, cuBLAS, NCCL and fragmentation when LongStraw ran out of memory: it passed at 145.176 GB allocated
@@ -86,12 +87,35 @@ def find_gpu(gpu: str | Gpu) -> Gpu:
     """A catalogue entry by name or alias, or the record itself. Raises InvalidInputError with the near matches."""
     if isinstance(gpu, Gpu):
         return gpu
+    if _plain(gpu) == _plain(THIS_MACHINE):
+        return this_machine()
     name, entry = _find("gpus", gpu)
     missing = [field for field in ("memory_bytes", "bf16_tflops", "memory_tb_per_s") if field not in entry]
     if missing:
         raise InvalidInputError(f"GPU {name!r} of the catalogue has no field {missing[0]!r}")
     known = {field: entry[field] for field in Gpu.__dataclass_fields__ if field in entry}
     return Gpu(name=name, **known)
+
+
+def this_machine() -> Gpu:
+    """The first CUDA device, or this machine's memory as one device without anything outside the allocator.
+
+    A CPU's rates are placeholders [assumed]: its seconds mean something only with a calibration.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        known = _match("gpus", properties.name.removeprefix("NVIDIA ").replace("Tesla ", ""))
+        rates = find_gpu(known) if known else Gpu(properties.name, 0, 100.0, 1.0)
+        return replace(rates, name=properties.name, memory_bytes=properties.total_memory, source="measured here")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Gpu(THIS_MACHINE, memory, 0.1, 0.02, source="measured here (memory); rates assumed", outside_bytes=0)
+
+
+def model_config(name: str) -> Any:
+    """The transformers text configuration of a catalogue name."""
+    return _config(json.dumps(_find("models", name)[1]["config"], sort_keys=True), name)
 
 
 def find_model(model: Any) -> ModelShape:
@@ -143,6 +167,10 @@ def _shape_of_hub(name: str) -> ModelShape:
 
 @lru_cache(maxsize=256)
 def _cached_shape(fields: str, name: str) -> ModelShape:
+    return model_shape(_config(fields, name), name)
+
+
+def _config(fields: str, name: str) -> Any:
     """transformers expands a configuration (layer types, index layers); the text part of a multimodal one is read."""
     from transformers import AutoConfig
 
@@ -151,10 +179,9 @@ def _cached_shape(fields: str, name: str) -> ModelShape:
     check_raw_fields(text, name)
     model_type = text.pop("model_type")
     try:
-        config = AutoConfig.for_model(model_type, **text)
+        return AutoConfig.for_model(model_type, **text)
     except ValueError as error:
         raise InvalidInputError(f"transformers does not read the configuration of {name}: {error}") from None
-    return model_shape(config, name)
 
 
 @lru_cache(maxsize=64)
