@@ -19,10 +19,10 @@ LAYERS = (
     "policy inputs model_sources loading",
     "capture walk replay prompt_gradient rollout step",
     "drift",
-    "update train",
+    "update train calibration",
     "validation",
     "workbench",
-    "documents publish figures studies run",
+    "documents publish figures studies plan_study plan_figures run",
 )
 ORDER = [part for layer in LAYERS for part in layer.split()]
 RANK = {part: rank for rank, part in enumerate(ORDER)}

@@ -12,6 +12,7 @@ from workbench import InvalidInputError, Policy, capture_prompt, sample_response
 from workbench.model_sources import TINY_FAMILIES, tiny_model
 from workbench.state.pages import Page
 from workbench.state.placement import LayerStager
+from workbench.types import Tally
 
 PROMPT = torch.randint(3, 101, (61,), generator=torch.Generator().manual_seed(1))
 RESPONSES = [torch.randint(3, 101, (n,), generator=torch.Generator().manual_seed(n)) for n in (1, 7, 12)]
@@ -52,16 +53,17 @@ def test_scores_and_samples_are_the_same_bits(family: str) -> None:
 def test_one_layer_is_staged_at_a_time() -> None:
     """Asking for a layer drops the one before; asking again for the same layer copies nothing."""
     pages = [Page(start, start + 4, tuple({"keys": torch.randn(1, 2, 4, 8)} for _ in range(3))) for start in (0, 4)]
-    stager = LayerStager(torch.device("cpu"))
+    tally = Tally()
+    stager = LayerStager(torch.device("cpu"), tally)
     first = stager.rows(pages, pages[0], 0)["keys"]
     assert torch.equal(first, pages[0].layers[0]["keys"])
     assert first.data_ptr() != pages[0].layers[0]["keys"].data_ptr(), "staging copies, also where both places are one"
     assert stager.rows(pages, pages[0], 0)["keys"] is first
     stager.rows(pages, pages[1], 0)
-    assert stager.bytes_staged == 2 * first.nbytes
+    assert tally["bytes_staged"] == 2 * first.nbytes
     stager.rows(pages, pages[0], 1)
     assert stager.rows(pages, pages[0], 0)["keys"] is not first
-    assert stager.layers_staged == 3
+    assert tally["layers_staged"] == 3
 
 
 def test_staged_bytes_are_one_layers_share_of_the_rows() -> None:

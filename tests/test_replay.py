@@ -1,7 +1,7 @@
 """Scoring and replay of responses from the boundary.
 
-Scores against the stock model's full forward: float32 measured at most 3e-6 (bound 1e-5, the issue's), float64 at most
-4e-14 (bound 1e-12). Everything about repetition is bitwise.
+Scores against the stock model's full forward: float32 measured at most 4.3e-6 (bound 1e-5, the issue's), float64 6e-15
+(bound 1e-12). Everything about repetition is bitwise.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from workbench.step import GraphCensus
 
 FLOAT32, FLOAT64 = 1e-5, 1e-12
 FAMILIES = pytest.mark.parametrize("family", TINY_FAMILIES)
-PROMPT = token_ids(37)
-A, B = token_ids(11, seed=1), token_ids(5, seed=2)
+PROMPT = token_ids(22)
+A, B = token_ids(7, seed=1), token_ids(4, seed=2)
 
 
 def worst(found: list[Tensor], truth: list[Tensor]) -> float:
@@ -42,11 +42,10 @@ def test_scores_are_those_of_a_full_forward(family, dtype, bound):
     context = float64_arithmetic() if dtype == torch.float64 else oracle.deterministic_index()
     with context, torch.no_grad():
         state = capture_prompt(policy, PROMPT, chunk_tokens=8)
-        scores = score_responses(policy, state, responses, block_tokens=4)
+        scores = score_responses(policy, state, responses, block_tokens=3)
         truth = [oracle.sequence_logprobs(policy.model, PROMPT, response) for response in responses]
         last = policy.model(input_ids=PROMPT[None], use_cache=False).logits[0, -1]
     assert all(score.dtype == dtype and not score.requires_grad for score in scores)
-    print("SCORE", dtype, worst(scores, truth))
     assert worst(scores, truth) <= bound
     assert worst(scores[2:], [torch.log_softmax(last, -1)[A[:1]]]) <= bound
     assert worst(truth[:1], [truth[0].roll(1)]) > 0.1  # a score at the wrong place would be seen
@@ -68,14 +67,14 @@ def test_scores_do_not_depend_on_the_block_size(family):
     with float64_arithmetic():
         state = capture_prompt(policy, PROMPT, chunk_tokens=8)
         whole = score_responses(policy, state, [A])
-        for size in (1, 2, 3, 10, 11, 12):
+        for size in (1, 2, 3, 6, 7, 8):
             assert worst(score_responses(policy, state, [A], block_tokens=size), whole) <= FLOAT64
 
 
 def test_every_form_of_a_response_scores_the_same():
     policy = tiny_policy("llama")
     state = capture_prompt(policy, PROMPT)
-    forms = [A, A.tolist(), A.to(torch.int32), A.numpy(), Response(A, torch.zeros(11), finished=True)]
+    forms = [A, A.tolist(), A.to(torch.int32), A.numpy(), Response(A, torch.zeros(7), finished=True)]
     scores = score_responses(policy, state, forms)
     assert all(torch.equal(score, scores[0]) for score in scores)
 
@@ -84,7 +83,7 @@ def test_empty_responses_have_empty_scores():
     policy = tiny_policy("qwen3_5", torch.float64)
     with float64_arithmetic():
         scores = score_responses(policy, capture_prompt(policy, PROMPT), [[], A, torch.zeros(0, dtype=torch.int64)])
-    assert [len(score) for score in scores] == [0, 11, 0]
+    assert [len(score) for score in scores] == [0, 7, 0]
     assert {score.dtype for score in scores} == {torch.float64}
 
 
@@ -94,7 +93,7 @@ def test_scoring_keeps_nothing():
     with MemoryMeter() as meter:
         live = []
         for _ in range(3):
-            score_responses(policy, state, [A, B], block_tokens=4)
+            score_responses(policy, state, [A, B], block_tokens=3)
             live.append(meter.report()["live_bytes_at_end"])
     assert live == [0, 0, 0]
 
@@ -103,8 +102,9 @@ def test_scoring_keeps_nothing():
 
 
 def step(policy: Policy, responses: list[Tensor], **options: Any) -> Any:
-    settings = {"advantages": [1.0, -0.5, 0.7][: len(responses)], "chunk_tokens": 8, "block_tokens": 4}
-    return update_step(policy, PROMPT, responses, **settings | options)
+    """One step in chunks of 8 (the prompt has three) and blocks of 3; gradients stay in .grad."""
+    settings = {"advantages": [1.0, -0.5, 0.7][: len(responses)], "chunk_tokens": 8, "block_tokens": 3}
+    return update_step(policy, PROMPT, responses, measure_memory=False, **settings | options)
 
 
 @FAMILIES
@@ -113,9 +113,9 @@ def test_replay_computes_what_scoring_computed(family, dtype):
     """Case 15: with old log-probs from `score_responses` the first step's ratios are exactly 1, nothing is clipped."""
     policy = tiny_policy(family, dtype)
     state = capture_prompt(policy, PROMPT, chunk_tokens=8)
-    scores = score_responses(policy, state, [A, B, A[:1]], block_tokens=4)
+    scores = score_responses(policy, state, [A, B, A[:1]], block_tokens=3)
     assert all(score.dtype == torch.float32 for score in scores)
-    for options in ({"state": state}, {}, {"gradient_scope": "response_only", "state": state}):
+    for options in ({"state": state}, {"state": state, "gradient_scope": "response_only", "checkpoint_layers": True}):
         report = step(policy, [A, B, A[:1]], old_logprobs=scores, **options)
         assert all(torch.equal(a, b) for a, b in zip(report.logprobs, scores, strict=True))
         metrics = report.metrics
@@ -141,34 +141,6 @@ def test_a_then_b_then_a_again(family):
     assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
     assert not all(torch.equal(first[2][name], other[2][name]) for name in first[2])
     assert state.checksum() == checksum
-
-
-@FAMILIES
-def test_rebuilding_one_layer_at_a_time_replays_the_same(family):
-    """`checkpoint_layers` changes memory and nothing else: log-probs bitwise, gradients to float32 rounding."""
-    policy = tiny_policy(family)
-    state = capture_prompt(policy, PROMPT, chunk_tokens=8)
-    found = {}
-    for checkpoint in (False, True):
-        report = step(policy, [A, B], state=state, checkpoint_layers=checkpoint)
-        found[checkpoint] = report, oracle.take_gradients(policy.model)
-    assert all(torch.equal(a, b) for a, b in zip(found[False][0].logprobs, found[True][0].logprobs, strict=True))
-    print("CKPT", family, oracle.relative_l2(found[True][1], found[False][1]))
-    assert oracle.relative_l2(found[True][1], found[False][1]) <= 1e-6
-
-
-@FAMILIES
-def test_rows_on_the_host_replay_the_same(family):
-    """The staging path, which without a GPU copies from the CPU to the CPU; it implies layer checkpoints."""
-    policy = tiny_policy(family)
-    state, host = (capture_prompt(policy, PROMPT, chunk_tokens=8, placement=where) for where in ("device", "host"))
-    assert state.checksum() == host.checksum()
-    expected = step(policy, [A, B], state=state, checkpoint_layers=True), oracle.take_gradients(policy.model)
-    found = step(policy, [A, B], state=host), oracle.take_gradients(policy.model)
-    assert all(torch.equal(a, b) for a, b in zip(found[0].logprobs, expected[0].logprobs, strict=True))
-    assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
-    scores = (score_responses(policy, s, [A], block_tokens=4)[0] for s in (state, host))
-    assert torch.equal(*scores)
 
 
 # ---------------------------------------------------------------- one graph alive (cases 13, 14)
@@ -208,22 +180,22 @@ class GraphWatch:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "glm_moe_dsa"])
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["whole graph", "layer by layer"])
 def test_when_a_segment_begins_no_earlier_graph_is_alive(family, checkpoint, monkeypatch):
-    """41 tokens in blocks of 4, three members, prompt chunks of 8: 13 + 5 graphs, one after the other."""
+    """Three members of 20, 4 and 1 tokens in blocks of 3, prompt chunks of 8: 10 + 3 graphs, one after the other."""
     policy = tiny_policy(family)
     watch = GraphWatch(policy, monkeypatch)
     gc.disable()  # references must die by themselves, not by the collector
     try:
-        report = step(policy, [token_ids(41, seed=3), B, A[:1]], checkpoint_layers=checkpoint)
+        report = step(policy, [token_ids(20, seed=3), B, A[:1]], checkpoint_layers=checkpoint)
     finally:
         gc.enable()
-    assert watch.num_seen > 18
+    assert watch.num_seen > 13
     assert set(watch.alive_before) == {0}
     assert watch.num_alive() == 0
     assert report.counters["most_graphs_alive"] == 1
-    assert report.counters["response_blocks_replayed"] == 11 + 2 + 1
-    assert report.counters["prompt_chunk_starts_walked"] == (32, 24, 16, 8, 0)
+    assert report.counters["response_blocks_replayed"] == 7 + 2 + 1
+    assert report.counters["prompt_chunk_starts_walked"] == (16, 8, 0)
     # Forward passes: capture 5; each block once, and again in the reverse sweep, but for the last; each chunk once.
-    assert len(watch.alive_before) == 5 + (11 + 10) + (2 + 1) + 1 + 5
+    assert len(watch.alive_before) == 3 + (7 + 6) + (2 + 1) + 1 + 3
 
 
 def test_the_watch_and_the_census_can_fail(monkeypatch):
@@ -252,7 +224,7 @@ def test_an_empty_member_adds_nothing_but_counts(family):
     gradients = oracle.take_gradients(policy.model)
     assert joint.loss == alone[0].loss / 2
     assert oracle.relative_l2({n: 2 * g for n, g in gradients.items()}, alone[1]) <= 1e-6  # exact but for rounding
-    assert [len(logprobs) for logprobs in joint.logprobs] == [0, 11]
+    assert [len(logprobs) for logprobs in joint.logprobs] == [0, 7]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
@@ -269,7 +241,7 @@ def test_a_lora_policy_replays_what_it_scores():
     policy = lora_policy("qwen3_5", trained=True)
     base = score_responses(policy.reference, capture_prompt(policy.reference, PROMPT), [A])
     state = capture_prompt(policy, PROMPT, chunk_tokens=8)
-    scores = score_responses(policy, state, [A], block_tokens=4)
+    scores = score_responses(policy, state, [A], block_tokens=3)
     assert torch.equal(step(policy, [A], state=state).logprobs[0], scores[0])
     assert worst(scores, base) > 1e-3  # the adapter matters
 
@@ -282,7 +254,7 @@ def test_a_lora_policy_replays_what_it_scores():
     [
         ([], "responses is empty"),
         (torch.tensor([[5, 6]]), "must be a list of responses"),
-        (Response(A, torch.zeros(11), finished=True), "must be a list of responses"),
+        (Response(A, torch.zeros(7), finished=True), "must be a list of responses"),
         ({1: [5]}, "must be a list of responses"),
         ("text", "not a sequence of token ids"),
         ([[5], [101]], "response 1: id 101 at position 0 is outside the vocabulary of 101"),
@@ -315,8 +287,8 @@ def test_bad_temperatures(temperature):
 
 
 def test_a_response_beyond_the_models_positions_is_named():
-    policy = tiny_policy("llama", max_position_embeddings=40)
+    policy = tiny_policy("llama", max_position_embeddings=25)
     state = capture_prompt(policy, PROMPT)
     score_responses(policy, state, [A[:3]])
-    with pytest.raises(InvalidInputError, match="the prompt with response 1 has 41 positions.*of 40.*max_positions=N"):
+    with pytest.raises(InvalidInputError, match=r"the prompt with response 1 has 26 positions.*of 25.*max_positions=N"):
         score_responses(policy, state, [A[:3], A[:4]])

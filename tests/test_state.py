@@ -179,14 +179,13 @@ def test_bytes_of_a_hybrid_by_hand():
 
 
 def test_bytes_of_sliding_windows_by_hand():
-    """Window 12: with boundaries each page of 20 keeps its last 11 rows, without them only the last 11 rows remain."""
-    policy = tiny_policy("gemma3")
-    kept, forgotten = (
-        capture_prompt(policy, token_ids(61), chunk_tokens=20, keep_boundaries=b).inventory() for b in (True, False)
-    )
-    row = 2 * 16 * 4
-    assert kept == {"keys": row * (60 + 3 * 3 * 11), "values": row * (60 + 3 * 3 * 11)}
-    assert forgotten == {"keys": row * (60 + 3 * 11), "values": row * (60 + 3 * 11)}
+    """Window 12, 60 positions: with boundaries each page keeps its last 11 rows, without them only the last 11 remain,
+    be they of one page (chunks of 20) or of two (chunks of 8)."""
+    policy, row = tiny_policy("gemma3"), 2 * 16 * 4
+    for size, kept in ((20, 3 * 11), (8, 60)):
+        for boundaries, sliding in ((True, kept), (False, 11)):
+            state = capture_prompt(policy, token_ids(61), chunk_tokens=size, keep_boundaries=boundaries)
+            assert state.inventory() == dict.fromkeys(("keys", "values"), row * (60 + 3 * sliding))
 
 
 def test_a_one_token_prompt_has_an_empty_state():

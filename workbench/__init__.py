@@ -12,6 +12,7 @@ from workbench.errors import (
     WorkbenchError,
 )
 from workbench.loading import load_policy
+from workbench.planner import Plan, plan
 from workbench.policy import Policy
 from workbench.replay import score_responses
 from workbench.rollout import sample_responses
@@ -28,6 +29,7 @@ __all__ = [
     "NonDeterministicError",
     "NonFiniteError",
     "ObjectiveConfig",
+    "Plan",
     "Policy",
     "ResidentState",
     "Response",
@@ -40,6 +42,7 @@ __all__ = [
     "capture_prompt",
     "group_advantages",
     "load_policy",
+    "plan",
     "sample_responses",
     "score_responses",
     "update_step",

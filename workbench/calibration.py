@@ -68,7 +68,12 @@ def calibrate(
     if not (0 < short < long and short % 64 == long % 64 == 0):
         raise InvalidInputError(f"calibrate: lengths={lengths} must be two rising multiples of 64")
     config = _text_config(model)
-    options = dict(weights=weights, training=training, lora_rank=lora_rank, checkpoint_layers=checkpoint_layers)
+    options: dict[str, Any] = {
+        "weights": weights,
+        "training": training,
+        "lora_rank": lora_rank,
+        "checkpoint_layers": checkpoint_layers,
+    }
     bench = _Bench(config, options, torch.device(device), seed)
     marginal = {layer.kind: [bench.marginal_bytes(layer, t) for t in lengths] for layer in bench.kinds}
     graph = {kind: _line(lengths, [alive for alive, _ in found]) for kind, found in marginal.items()}
@@ -85,7 +90,7 @@ def calibrate(
         flops_per_second=dict.fromkeys(_PHASES, 1.0),
         lengths=lengths,
         provenance={"torch": torch.__version__, "threads": torch.get_num_threads()},
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     beyond = [bench.beyond_plan(blank, tokens) for tokens in lengths]
     return replace(
@@ -110,15 +115,15 @@ class _Bench:
 
     def request(self, tokens: int, **changes: Any) -> Request:
         """Full scope, chunks of `tokens`, a response that hardly counts."""
-        fields = dict(
-            positions=NUM_CHUNKS * tokens + 1 + SHORT_RESPONSE,
-            group_size=2,
-            response_tokens=SHORT_RESPONSE,
-            chunk_tokens=tokens,
-            block_tokens=tokens,
-            gradient_scope="full",
-            optimizer="none",
-        )
+        fields: dict[str, Any] = {
+            "positions": NUM_CHUNKS * tokens + 1 + SHORT_RESPONSE,
+            "group_size": 2,
+            "response_tokens": SHORT_RESPONSE,
+            "chunk_tokens": tokens,
+            "block_tokens": tokens,
+            "gradient_scope": "full",
+            "optimizer": "none",
+        }
         return Request(**(fields | dict(self._options) | changes))
 
     @property

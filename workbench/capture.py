@@ -17,6 +17,7 @@ from workbench.progress import progress
 from workbench.state.pages import NamedTensors, Page, exact_copy, last_rows
 from workbench.state.placement import check_placement, row_source, to_host
 from workbench.state.resident import Carry, Choices, ResidentState
+from workbench.types import Tally
 
 
 def capture_prompt(
@@ -27,6 +28,7 @@ def capture_prompt(
     keep_boundaries: bool = True,
     placement: str = "device",
     meter: MemoryMeter | None = None,
+    tally: Tally | None = None,
 ) -> ResidentState:
     """Run prompt_ids[:-1] through the policy in chunks without autograd and keep what later tokens need.
 
@@ -34,6 +36,7 @@ def capture_prompt(
     keep_boundaries: also keep the carry at every chunk start and, in sliding-window layers, the rows that each chunk
         sees; the gradient scopes "full", Tail and Sampled need them, "response_only" does not.
     placement: "device", or "host" to keep rows in host memory and stage one layer at a time (state/placement.py).
+    meter, tally: the caller's, to be measured and counted in.
     Raises InvalidInputError, NonFiniteError (naming chunk and layer), UnsupportedModelError.
     """
     check_positive("chunk_tokens", chunk_tokens)
@@ -46,7 +49,7 @@ def capture_prompt(
     carry: Carry = empty_carry(policy)
     carries: dict[int, Carry] = {0: carry}
     choices: list[Choices] = []
-    source = row_source(placement, policy.device)
+    source = row_source(placement, policy.device, tally)
     with policy.active(), torch.no_grad():
         for start, stop in progress(list(chunk_spans(0, boundary, chunk_tokens)), "capture", unit="chunk"):
             context = ChunkContext(start, pages, carry, source=source)

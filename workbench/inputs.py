@@ -44,6 +44,13 @@ def check_responses(policy: Policy, prompt_tokens: int, responses: Sequence[Resp
     return checked
 
 
+def check_end_ids(policy: Policy, end_ids: Ids) -> tuple[int, ...]:
+    """Ids that end a response; each must be one that the policy can sample."""
+    ids = _as_ids(end_ids, "eos_token_ids")
+    _check_range(ids, policy.vocab_size, "eos_token_ids")
+    return tuple(ids.tolist())
+
+
 def check_positive(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidInputError(f"{name}={value!r} must be an integer >= 1")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from workbench.architectures.base import replaced
 from workbench.errors import InvalidInputError
 from workbench.policy import Policy
 
@@ -32,9 +34,10 @@ def load_policy(
 
     source: a transformers or PEFT model, a folder, a hub id, or "gemma3-270m" (the real model of the `demo` extra).
     lora: rank, a mapping of `peft.LoraConfig` fields or a LoraConfig; alpha defaults to 2 x rank, targets to every
-        nn.Linear of the decoder but the sparse-attention indexer, which takes no gradient (routers and stacked expert
-        weights are no nn.Linear and stay frozen). The base model is frozen; B starts at zero. seed: of the adapter's
-        initial values.
+        nn.Linear of the decoder but the sparse-attention indexer, which takes no gradient. Routers and stacked expert
+        weights are no nn.Linear and stay frozen; experts are adapted with target_parameters=["mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj"]. Names mean modules of the loaded model: PEFT's translation of names from transformers 4
+        is off. The base model is frozen; B starts at zero. seed: of the adapter's initial values.
     quantization: None or "nf4" (bitsandbytes, for folders and hub ids).
     adapter_scope: "all" is the only scope implemented. reference, vocab_size, max_positions: see `Policy`.
     """
@@ -100,9 +103,25 @@ def _with_lora(model: nn.Module, lora: Any, seed: int) -> nn.Module:
             config = LoraConfig(task_type="CAUSAL_LM", **fields)
         except TypeError as error:
             raise InvalidInputError(f"lora={lora!r}: {error}") from None
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _untranslated_names():
         torch.manual_seed(seed)
         return get_peft_model(model, config)
+
+
+@contextmanager
+def _untranslated_names() -> Iterator[None]:
+    """PEFT reads gate_proj, up_proj and down_proj in a mixture-of-experts model as its routed experts.
+
+    They were modules of that name in transformers 4. The dense and shared feed-forwards, which still are, would get no
+    adapter, without a word.
+    """
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+    except ImportError:  # a PEFT that does not translate yet
+        yield
+        return
+    with replaced(conversion, "convert_peft_config_for_transformers", lambda *_, **__: None):
+        yield
 
 
 def _decoder_linears(model: nn.Module) -> list[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -275,10 +274,3 @@ class ByteTokenizer:
             elif not skip_special_tokens:
                 pieces.append(f"<{token}>".encode())
         return b"".join(pieces).decode(errors="replace")
-
-
-def clear_cache(*, cache: Path | None = None) -> None:
-    """Removes converted models, and what a killed conversion may have left."""
-    folder = cache or cache_folder()
-    for path in [*folder.glob(_CONVERSION), *folder.glob(f".{_CONVERSION}-*")]:
-        shutil.rmtree(path)

@@ -43,7 +43,9 @@ class Policy:
         self._peft = _peft_model(model)
         self.adapter: Adapter = adapter_for(self._peft.get_base_model() if self._peft is not None else model)
         self.vocab_size = self._true_vocab_size(vocab_size)
-        self.max_positions = max_positions or self.adapter.max_positions
+        if max_positions is not None and max_positions < 1:
+            raise InvalidInputError(f"max_positions={max_positions!r} must be >= 1")
+        self.max_positions = self.adapter.max_positions if max_positions is None else max_positions
         self.state_key: object = object()
         self._adapter_name: str | None = None  # None: whatever adapter is active; "base": adapters off
         self._weights_of: Policy = self
@@ -145,8 +147,7 @@ class Policy:
     def _current_fingerprint(self) -> tuple[Any, ...]:
         rewritten = _rewritten_by_forward(self.model)
         versions = tuple((p._version, p.data_ptr()) for p in self.model.parameters() if id(p) not in rewritten)
-        active = tuple(self._peft.active_adapters) if self._peft is not None else ()
-        return versions, active
+        return versions, _adapter_selection(self._peft)
 
 
 def _peft_model(model: nn.Module) -> Any:
@@ -158,6 +159,14 @@ def _peft_model(model: nn.Module) -> Any:
     if kinds != {"LORA"}:
         raise UnsupportedModelError(f"PEFT methods {sorted(kinds)} are not supported; only LORA is")
     return model
+
+
+def _adapter_selection(peft_model: Any) -> tuple[Any, ...]:
+    """Which adapters act on the model's forward: the active ones, and whether the caller has switched them off."""
+    if peft_model is None:
+        return ()
+    disabled = any(getattr(module, "disable_adapters", False) is True for module in peft_model.modules())
+    return tuple(peft_model.active_adapters), disabled
 
 
 def _rewritten_by_forward(model: nn.Module) -> set[int]:

@@ -15,8 +15,8 @@ from workbench.progress import progress
 from workbench.state.pages import GradientPages
 from workbench.state.placement import row_source
 from workbench.state.resident import ResidentState
-from workbench.types import GradientScope, Sampled, Tail
-from workbench.walk import CarryGradient, Segment, require_same_choices, run_segment, walk_segment
+from workbench.types import GradientScope, Sampled, Tail, Tally
+from workbench.walk import CarryGradient, Segment, run_segment, walk_segment
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def walk_prompt(
     *,
     checkpoint_layers: bool = False,
     meter: MemoryMeter,
+    tally: Tally | None = None,
     on_graph: Callable[[Tensor], None] | None = None,
 ) -> list[int]:
     """Walk the planned prompt chunks from last to first, adding parameter gradients; returns the starts walked.
@@ -78,7 +79,8 @@ def walk_prompt(
     alive at a time. The policy must be active.
     """
     walked: list[int] = []
-    source = row_source(state.placement, policy.device)
+    tally = Tally() if tally is None else tally
+    source = row_source(state.placement, policy.device, tally)
     chunks = list(enumerate(state.pages))
     for index, page in progress(chunks[::-1], "prompt gradient", unit="chunk"):
         if page.start not in plan.starts:
@@ -91,9 +93,10 @@ def walk_prompt(
             state.carry_at(page.start),
             f"prompt gradient, chunk [{page.start}, {page.stop})",
             source=source,
+            expected=state.choices_of(index),
+            tally=tally,
         )
         live = run_segment(policy, segment, gradients, checkpoint_layers=checkpoint_layers)
-        require_same_choices(live.output.run.choices, state.choices_of(index), segment.place)
         if on_graph is not None:
             on_graph(live.output.hidden)
         carry_gradient = walk_segment(policy, segment, live, gradients, carry_gradient, scale=plan.scale, meter=meter)

@@ -14,7 +14,7 @@ carry it hands on. That is `walk_segment`, and the prompt's chunks are walked by
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from workbench.policy import Policy
 from workbench.state.pages import GradientPages
 from workbench.state.placement import row_source
 from workbench.state.resident import ResidentState
-from workbench.types import Response
+from workbench.types import Response, Tally, accumulation_dtype
 from workbench.walk import CarryGradient, LiveSegment, Segment, run_segment, walk_segment
 
 BLOCK_TOKENS = 2048
@@ -88,6 +88,7 @@ def replay_response(
     temperature: float = 1.0,
     checkpoint_layers: bool = False,
     meter: MemoryMeter,
+    tally: Tally | None = None,
     on_graph: Callable[[Tensor], None] | None = None,
 ) -> ReplayResult:
     """Replay one member from the boundary and backward its loss; at most one block's graph is alive at any time.
@@ -95,7 +96,8 @@ def replay_response(
     ids: [R] int64. on_graph: called with each block's graph output (tests count how many are alive).
     The policy must be active. Parameter gradients are added; gradients of resident rows go to `gradients`.
     """
-    branch = Branch(policy, state, ids, member, block_tokens, temperature, gradients, checkpoint_layers, meter)
+    tally = Tally() if tally is None else tally
+    branch = Branch(policy, state, ids, member, block_tokens, temperature, gradients, checkpoint_layers, meter, tally)
     logprobs, entropies, live = branch.sweep_forward(keep_last_graph=True)
     loss, weights = coefficients(logprobs)
     carry_gradient: CarryGradient | None = None
@@ -132,6 +134,7 @@ class Branch:
     gradients: GradientPages | None = None
     checkpoint_layers: bool = False
     meter: MemoryMeter = NO_METER
+    tally: Tally = field(default_factory=Tally)
     segments: list[Segment] = field(default_factory=list)
 
     def sweep_forward(self, *, keep_last_graph: bool) -> tuple[Tensor, Tensor, LiveSegment | None]:
@@ -139,21 +142,22 @@ class Branch:
         boundary, count = self.state.positions, self.ids.numel()
         inputs = torch.cat([self.state.prompt_ids[-1:], self.ids[:-1]]) if count else self.ids
         pages, carry = list(self.state.pages), self.state.carry_at(boundary)
-        source = row_source(self.state.placement, self.policy.device)
+        source = row_source(self.state.placement, self.policy.device, self.tally)
         logprobs, entropies, live = [], [], None
         for start, stop in chunk_spans(boundary, boundary + count, self.block_tokens):
             first, last = start - boundary, stop - boundary
             place = f"response {self.member}, tokens [{first}, {last})"
             segment = Segment(
-                inputs[first:last], start, tuple(pages), carry, place, self.ids[first:last], source=source
+                inputs[first:last], start, tuple(pages), carry, place, self.ids[first:last], source, tally=self.tally
             )
-            self.segments.append(segment)
             if keep_last_graph and stop == boundary + count:
                 assert self.gradients is not None
                 live = run_segment(self.policy, segment, self.gradients, checkpoint_layers=self.checkpoint_layers)
                 output = live.output
             else:
                 output = self._run_without_graph(segment)
+                segment = replace(segment, expected=output.run.choices)  # for when its graph is built
+            self.segments.append(segment)
             chosen, entropy = self._logprobs(output.hidden[0], segment, first)
             logprobs.append(chosen)
             entropies.append(entropy)
@@ -186,4 +190,4 @@ class Branch:
 
 
 def _concatenate(parts: list[Tensor], policy: Policy) -> Tensor:
-    return torch.cat(parts) if parts else torch.zeros(0, device=policy.device)
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=accumulation_dtype(policy.dtype), device=policy.device)

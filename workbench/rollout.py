@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workbench.architectures import ChunkContext, ChunkOutput
 from workbench.errors import InvalidInputError, NonFiniteError
-from workbench.inputs import check_positive, check_temperature
+from workbench.inputs import check_end_ids, check_positive, check_temperature
 from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.state.pages import LayerState, NamedTensors, Page
@@ -42,7 +42,7 @@ def sample_responses(
     """
     _check_sampling(policy, state, num_responses, max_new_tokens, temperature, top_p)
     state.require_current(policy.state_key, policy.weight_version, allow_stale=allow_stale, purpose="sample_responses")
-    ends = () if eos_token_ids is None else tuple(eos_token_ids) or policy.eos_token_ids()
+    ends = () if eos_token_ids is None else check_end_ids(policy, eos_token_ids) or policy.eos_token_ids()
     end_ids = torch.tensor(ends, dtype=torch.int64, device=policy.device)
     generator = torch.Generator(device=policy.device)
     generator.seed() if seed is None else generator.manual_seed(seed)

@@ -23,7 +23,7 @@ from workbench.policy import Policy
 from workbench.prompt_gradient import check_scope, plan_walk
 from workbench.state.placement import check_placement
 from workbench.state.resident import ResidentState
-from workbench.types import GradientScope, Response
+from workbench.types import GradientScope, Response, Tally
 
 CHUNK_TOKENS = 1024
 
@@ -60,6 +60,7 @@ class Step:
     entropy_sum: float = 0.0
     num_blocks: int = 0
     census: GraphCensus = field(default_factory=GraphCensus)
+    tally: Tally = field(default_factory=Tally)
 
 
 def checked_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,9 @@ class Sampled:
 
 GradientScope = str | Tail | Sampled
 
+Tally = Counter[str]
+"""What ran, counted by name, across the stages of one step."""
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -75,6 +79,8 @@ class StepReport:
         "stage_peak_bytes": {stage: peak above the start}.
     metrics: statistics of ratios, advantages, entropy and KL; "notes" holds remarks in words.
     counters: what ran (chunks captured, blocks replayed, prompt chunks walked, graphs alive at most, ...).
+        choices_verified: selections of keys or experts that were made again and found the same; layers_staged and
+        bytes_staged: copies of rows from host memory.
     level: highest evidence level this call itself checked (1 = executed); see `workbench.validation`.
     """
 

@@ -100,6 +100,7 @@ def update_step(
                     keep_boundaries=needs_boundaries(gradient_scope),
                     placement=placement,
                     meter=meter,
+                    tally=step.tally,
                 )
         plan = plan_walk(gradient_scope, state)
         boundary, on_host = state.positions, state.placement == "host"
@@ -123,6 +124,7 @@ def update_step(
                 carry_gradient,
                 checkpoint_layers=checkpoint_layers,
                 meter=meter,
+                tally=step.tally,
                 on_graph=step.census.register,
             )
         num_chunks = len(state.pages) if captured else 0
@@ -184,6 +186,7 @@ def _replay_members(
             temperature=step.objective.temperature,
             checkpoint_layers=checkpoint_layers,
             meter=meter,
+            tally=step.tally,
             on_graph=step.census.register,
         )
         with meter.ledger("carry"):
@@ -239,6 +242,7 @@ def _report(
         "prompt_chunk_starts_walked": tuple(walked),
         "gradient_page_tensors": pages.num_allocated,
         "most_graphs_alive": step.census.most_alive,
+        **{name: step.tally[name] for name in ("choices_verified", "layers_staged", "bytes_staged")},
     }
     return StepReport(
         loss=step.loss,

@@ -15,7 +15,7 @@ Two ways to hold that one graph, with the same result:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -30,6 +30,7 @@ from workbench.policy import Policy
 from workbench.state.pages import GradientPages, Page
 from workbench.state.placement import ON_DEVICE, RowSource
 from workbench.state.resident import Carry, Choices
+from workbench.types import Tally
 
 CarryGradient = tuple[dict[str, Tensor], ...]
 RowGradients = Mapping[int, Mapping[str, Tensor]]
@@ -40,6 +41,7 @@ class Segment:
     """One piece of a walk: a response block (with targets) or a prompt chunk (without).
 
     ids: [T]; start: position of the first; pages: all earlier pages; carry: before the first token; place: for errors.
+    expected: what an earlier pass over the same tokens selected. tally: gets "choices_verified".
     """
 
     ids: Tensor
@@ -49,6 +51,11 @@ class Segment:
     place: str
     targets: Tensor | None = None
     source: RowSource = ON_DEVICE
+    expected: Choices | None = None
+    tally: Tally = field(default_factory=Tally)
+
+    def verify(self, found: Choices, expected: Choices) -> None:
+        self.tally["choices_verified"] += require_same_choices(found, expected, self.place)
 
 
 class LiveSegment(Protocol):
@@ -67,9 +74,14 @@ class LiveSegment(Protocol):
 def run_segment(
     policy: Policy, segment: Segment, gradients: GradientPages, *, checkpoint_layers: bool = False
 ) -> LiveSegment:
-    """Forward one segment so that it can be walked; earlier rows will report their gradients to `gradients`."""
-    kind = _LayerByLayer if checkpoint_layers else _WholeGraph
-    return kind(policy, segment, gradients)
+    """Forward one segment so that it can be walked; earlier rows will report their gradients to `gradients`.
+
+    Raises NonDeterministicError if it selects other keys or experts than `segment.expected`.
+    """
+    live = (_LayerByLayer if checkpoint_layers else _WholeGraph)(policy, segment, gradients)
+    if segment.expected is not None:
+        segment.verify(live.output.run.choices, segment.expected)
+    return live
 
 
 def walk_segment(
@@ -199,7 +211,7 @@ class _LayerByLayer:
         run = self._run.again(replace(self._context, carry=carry, keep_attention=False))
         with torch.enable_grad():
             out = self._adapter.run_layer(index, leaf, run, state_only=gradient is None)
-        require_same_choices(run.choices, self._run.choices, self._segment.place)
+        self._segment.verify(run.choices, self._run.choices)
         output = ChunkOutput(leaf, {index: run.layers[index]}, run)
         roots = [] if gradient is None or out is None else [(out, gradient)]
         roots += _state_roots(output, index, row_gradients, carry_gradient)

@@ -104,7 +104,9 @@ class LatentSparseAdapter(Adapter):
 
         new = {"latents": rows}
         if attn.indexer is not None and view.index not in run.shared:  # a second pass keeps the first one's selection
-            new["index_keys"], selection = self._select(attn.indexer, hidden, query_latent, run.rotary, view)
+            new["index_keys"], selection = self._select(
+                attn.indexer, hidden, query_latent, run.rotary, view, keys_only=state_only
+            )
             run.shared[view.index] = selection
             if selection is not None:
                 run.note_choice(view.index, "keys", selection)
@@ -135,12 +137,19 @@ class LatentSparseAdapter(Adapter):
 
     @torch.no_grad()
     def _select(
-        self, indexer: Any, hidden: Tensor, query_latent: Tensor, rotary: tuple[Tensor, Tensor], view: LayerView
+        self,
+        indexer: Any,
+        hidden: Tensor,
+        query_latent: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        view: LayerView,
+        *,
+        keys_only: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """The chunk's index keys [batch, 1, tokens, width] and the selected positions [batch, tokens, top-k].
 
-        The selection is None while every visible key fits into the top-k: that is dense attention. The index takes no
-        gradient, as in the stock model. Scores: relu(q . k) summed over index heads with learned weights, in float32.
+        The selection is None while every visible key fits into the top-k: that is dense attention. keys_only: there
+        will be no attention, and no selection is made. The index takes no gradient, as in the stock model. Scores: relu(q . k) summed over index heads with learned weights, in float32.
         """
         batch, tokens, _ = hidden.shape
         rope, width = indexer.qk_rope_head_dim, indexer.head_dim
@@ -151,7 +160,7 @@ class LatentSparseAdapter(Adapter):
         query_rope, key_rope = rotate(query[..., :rope], key[..., :rope], *rotary, unsqueeze_dim=2)
         query = torch.cat([query_rope, query[..., rope:]], dim=-1)
         index_keys = torch.cat([key_rope, key[..., rope:]], dim=-1).transpose(1, 2)
-        if dense:
+        if dense or keys_only:
             return index_keys, None
 
         dtype = accumulation_dtype(hidden.dtype)

@@ -6,17 +6,41 @@ Formulas are small functions: exact sizes in `sizes`, what an implementation dec
 `terms` puts them together by phase. It imports no engine: a machine's own figures come in as a `Calibration`.
 """
 
+from workbench.planner.counterparts import accelerate_estimate, common_mistakes, counterpart_table
 from workbench.planner.measured import Calibration, Line
-from workbench.planner.plan import Plan, plan, plan_request
 from workbench.planner.published import PublishedRun, post_hoc_choices, published_runs, published_table
 from workbench.planner.questions import best_chunk, largest_group, largest_positions, smallest_context_parallel
 from workbench.planner.request import Request
 from workbench.planner.shapes import ModelShape
 from workbench.planner.sources import Gpu, catalogue, find_gpu, find_model, this_machine
+from workbench.planner.step_plan import Plan, plan, plan_request
 from workbench.planner.terms import PHASES, TERMS, Term
 
 __all__ = [
-    "PHASES", "TERMS", "Calibration", "Gpu", "Line", "ModelShape", "Plan", "PublishedRun", "Request", "Term",
-    "best_chunk", "catalogue", "find_gpu", "find_model", "largest_group", "largest_positions", "plan", "plan_request",
-    "post_hoc_choices", "published_runs", "published_table", "smallest_context_parallel", "this_machine",
-]  # fmt: skip
+    "PHASES",
+    "TERMS",
+    "Calibration",
+    "Gpu",
+    "Line",
+    "ModelShape",
+    "Plan",
+    "PublishedRun",
+    "Request",
+    "Term",
+    "accelerate_estimate",
+    "best_chunk",
+    "catalogue",
+    "common_mistakes",
+    "counterpart_table",
+    "find_gpu",
+    "find_model",
+    "largest_group",
+    "largest_positions",
+    "plan",
+    "plan_request",
+    "post_hoc_choices",
+    "published_runs",
+    "published_table",
+    "smallest_context_parallel",
+    "this_machine",
+]

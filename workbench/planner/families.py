@@ -1,4 +1,4 @@
-"""From a Hugging Face configuration to a `ModelShape`: one small reader per family, and a clear error for what is absent.
+"""From a Hugging Face configuration to a `ModelShape`: one small reader per family, clear errors for what is absent.
 
 Reads configurations only; nothing is downloaded or instantiated here.
 """

@@ -69,7 +69,7 @@ def attention_flops(shape: ModelShape, first: int, last: int) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """What one phase does, over all ranks: operations, weight bytes read per rank, bytes over the host link per rank."""
+    """What one phase does: operations over all ranks; weight bytes read and host-link bytes per rank."""
 
     flops: float
     weight_reads: float = 0.0

@@ -5,7 +5,7 @@ layer widths on the meta device), tensor by tensor; each function lists them. Wi
 as its middle and GRAPH_BAND around them; a calibration replaces them by slopes measured on the machine.
 
 Notation: b bytes of an activation, c bytes of a linear's kept input. PEFT's adapters are float32, so on a bf16 model
-every adapted linear keeps a float32 copy of its own input (c = 4, one each); else linears of one input share it (c = b).
+every adapted linear keeps a float32 copy of its own input (c = 4); else linears of one input share it (c = b).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from workbench.planner.shapes import Attention, FeedForward, GatedDelta, Latent,
 # From fully fused kernels to the eager torch fallbacks of transformers, relative to the formulas below.
 GRAPH_BAND = (0.66, 1.67)
 
+GATHER_BYTES = 64 * 2**20  # of selected rows that sparse attention gathers at a time (`ops/selected_attention.py`)
 SUB_CHUNK = 64  # tokens of one step of the Gated DeltaNet scan
 NORM_STATISTIC = FP32_BYTES  # 1 / rms per token
 LOG_SUM_EXP = FP32_BYTES  # per query head
@@ -100,45 +101,54 @@ def gated_delta_output_bytes(mixer: GatedDelta, request: Request) -> int:
 
 
 def latent_bytes(mixer: Latent, request: Request) -> int:
-    """Absorbed q and output in latent width, q before absorption, one row, norms of both latents, log-sum-exp."""
+    """Absorbed q and output in latent width, q before absorption, one row, selected positions, both latents' norms."""
     b = request.compute_bytes
+    selection = FP32_BYTES * mixer.index_topk if mixer.computes_index else 0  # int32 positions
     absorbed = 2 * mixer.heads * mixer.row_width * b
     plain = mixer.heads * b * (mixer.nope_dim + (mixer.rope_dim if b == FP32_BYTES else 0))
     norms = norm_bytes(mixer.query_rank, request) + norm_bytes(mixer.latent_rank, request)
-    return absorbed + plain + mixer.row_width * b + norms + mixer.heads * LOG_SUM_EXP
+    return absorbed + plain + selection + mixer.row_width * b + norms + mixer.heads * LOG_SUM_EXP
 
 
-def feed_forward_bytes(ffn: FeedForward, request: Request) -> int:
-    """gate, its activation and up of the dense part; for each active expert its inputs and the same three.
+def expert_bytes(ffn: FeedForward, request: Request) -> int:
+    """Routed experts: for each active one its input and gate, activation and up; the router's scores.
 
     Experts are frozen parameters under LoRA: they keep no input for a weight gradient.
     """
+    if not ffn.num_experts:
+        return 0
+    kept = ffn.hidden + 3 * ffn.expert_inner
+    kept += ffn.hidden + ffn.expert_inner if request.training == "full" else 0
+    return ffn.active_experts * kept * request.compute_bytes + ffn.num_experts * FP32_BYTES
+
+
+def feed_forward_bytes(ffn: FeedForward, request: Request) -> int:
+    """gate, its activation and up of the dense part, the gated output of shared experts, and the routed ones."""
     b = request.compute_bytes
-    total = 3 * ffn.inner * b + (ffn.hidden * b if ffn.shared_gate else 0)
-    if ffn.num_experts:
-        kept = ffn.hidden + 3 * ffn.expert_inner
-        kept += ffn.hidden + ffn.expert_inner if request.training == "full" else 0
-        total += ffn.active_experts * kept * b + ffn.num_experts * FP32_BYTES
-    return total
+    dense = 3 * ffn.inner * b + (ffn.hidden * b if ffn.shared_gate else 0)
+    return dense + expert_bytes(ffn, request)
 
 
-def mask_bytes_per_token(layer: Layer, request: Request, keys: int) -> int:
-    """Additive masks, one element per query and masked key, kept by attention for its backward.
+def attention_workspace_bytes(layer: Layer, request: Request, tokens: int) -> int:
+    """What attention holds beside the layer's own temporaries, for a segment of `tokens`.
 
-    A sparse selection masks every key; a sliding window masks the pages that its edge crosses.
+    Latent: gathered rows with a float32 copy and their gradient, up to GATHER_BYTES of rows at a time, and the index
+    scores of one page (float32, per index head, before and after the ReLU). Sliding: one page's additive mask and the
+    booleans it came from. Both are made page by page and never kept.
     """
     mixer, b = layer.mixer, request.compute_bytes
+    page = min(request.chunk_tokens, request.positions)
     if isinstance(mixer, Latent):
-        return keys * b
+        rows = min(GATHER_BYTES, tokens * min(mixer.index_topk, request.positions) * mixer.row_width * b)
+        scores = 2 * tokens * page * mixer.index_heads * FP32_BYTES if mixer.computes_index else 0
+        return max(rows * (b + 2 * FP32_BYTES) // b, scores)
     if isinstance(mixer, Attention) and mixer.window is not None:
-        chunk = request.chunk_tokens
-        masked = chunk + mixer.window if chunk > mixer.window else min(2 * chunk, mixer.window + chunk)
-        return min(keys, masked) * b
+        return tokens * page * (b + 1)
     return 0
 
 
 def saved_bytes_per_token(layer: Layer, request: Request) -> int:
-    """Everything one layer keeps for its backward, per token, masks left out."""
+    """Everything one layer keeps for its backward, per token."""
     ffn, mixer = layer.feed_forward, layer.mixer
     total = layer.norms * norm_bytes(ffn.hidden, request, wide=layer.wide_norms) + linear_input_bytes(layer, request)
     total += feed_forward_bytes(ffn, request)

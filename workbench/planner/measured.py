@@ -108,8 +108,6 @@ def signature(shape: ModelShape, request: Request) -> str:
     """
     layers = sorted(repr(layer) for layer, _ in shape.groups)
     last = repr(shape.layers[-1])  # it stops early in the prompt walk
-    parts = (
-        [shape.model_type, shape.hidden, layers, last]
-        + [request.compute_bytes, request.training, request.lora_rank, request.rebuilds_layers]
-    )  # fmt: skip
+    how = (request.compute_bytes, request.training, request.lora_rank, request.rebuilds_layers)
+    parts = [shape.model_type, shape.hidden, layers, last, *how]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

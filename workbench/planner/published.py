@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from workbench.planner import sizes
-from workbench.planner.plan import plan
 from workbench.planner.request import Request
 from workbench.planner.sources import find_model, read_data
+from workbench.planner.step_plan import plan
 
 GB = 1e9
 VISION_TOWER_PARAMS = 460_730_096  # Qwen3.5 vision tower, transformers 5.24 on the meta device

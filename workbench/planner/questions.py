@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from workbench.errors import InvalidInputError
 from workbench.planner import graph, sizes
-from workbench.planner.plan import Plan, plan_request
+from workbench.planner.step_plan import Plan, plan_request
 
 # Beyond any model and any budget: an answer this large means "no limit".
 NO_LIMIT = 2**30

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from workbench.errors import InvalidInputError
-from workbench.planner.shapes import Layer, ModelShape
+from workbench.planner.shapes import ModelShape
 from workbench.types import GradientScope, Sampled, Tail
 
 # The engine's own defaults, which stand to the right of the planner (tests/test_planner.py compares them).
@@ -187,10 +186,6 @@ class Request:
         """Most tokens that one rank owns of `tokens`: each chunk is split evenly, the first ranks take what is over."""
         whole, rest = divmod(tokens, self.chunk_tokens)
         return whole * -(-self.chunk_tokens // self.context_parallel) + -(-rest // self.context_parallel)
-
-
-def largest_layer(shape: ModelShape, size: Callable[[Layer], float]) -> float:
-    return max(size(layer) for layer, _ in shape.groups)
 
 
 def _need(ok: bool, message: str) -> None:

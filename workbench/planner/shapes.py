@@ -126,6 +126,7 @@ class GatedDelta:
         return self.channels * (self.kernel - 1)
 
     def linears(self) -> tuple[Linear, ...]:
+        inputs: tuple[Linear, ...]
         if self.fused_inputs:
             inputs = (
                 Linear("in_proj_qkvz", self.hidden, self.channels + self.value_width, "x"),

@@ -160,8 +160,9 @@ def _shape_of_hub(name: str) -> ModelShape:
         return model_shape(AutoConfig.from_pretrained(name), name)
     except (OSError, ValueError) as error:
         hint = _near("models", name)
+        reason = str(error).splitlines()[0]
         raise InvalidInputError(
-            f"{name!r} is neither in the catalogue nor readable from the model hub ({str(error).splitlines()[0]}); {hint}"
+            f"{name!r} is neither in the catalogue nor readable from the model hub ({reason}); {hint}"
         ) from None
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from workbench.errors import InvalidInputError
 from workbench.state.pages import NamedTensors, Page
+from workbench.types import Tally
 
 PLACEMENTS = ("device", "host")
 HOST = torch.device("cpu")
@@ -54,26 +55,25 @@ class OnDevice:
 ON_DEVICE = OnDevice()
 
 
-def row_source(placement: str, device: torch.device) -> RowSource:
-    """Where a pass over resident rows takes them from."""
-    return LayerStager(device) if placement == "host" else ON_DEVICE
+def row_source(placement: str, device: torch.device, tally: Tally | None = None) -> RowSource:
+    """Where a pass over resident rows takes them from; staging is counted in `tally`."""
+    return LayerStager(device, tally) if placement == "host" else ON_DEVICE
 
 
 class LayerStager:
     """Copies one layer's rows from the host when that layer asks for them, and drops the layer before.
 
-    device: where to. bytes_staged, layers_staged: totals, for the report.
+    device: where to. tally: gets "layers_staged" and "bytes_staged".
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tally: Tally | None = None) -> None:
         self._device = device
+        self._tally = Tally() if tally is None else tally
         self._layer: int | None = None
         self._staged: dict[Page, NamedTensors] = {}
         self._ahead: dict[Page, NamedTensors] = {}
         self._ahead_layer: int | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.bytes_staged = 0
-        self.layers_staged = 0
 
     def rows(self, pages: Sequence[Page], page: Page, layer: int) -> NamedTensors:
         if layer != self._layer:
@@ -93,7 +93,7 @@ class LayerStager:
         else:
             self._staged = {}
         self._layer, self._ahead, self._ahead_layer = layer, {}, None
-        self.layers_staged += 1
+        self._tally["layers_staged"] += 1
         self._fetch_ahead(pages, layer + step)
 
     def _fetch_ahead(self, pages: Sequence[Page], layer: int) -> None:
@@ -107,5 +107,5 @@ class LayerStager:
         copies = {
             name: tensor.to(self._device, copy=True, non_blocking=True) for name, tensor in page.layers[layer].items()
         }
-        self.bytes_staged += sum(t.nbytes for t in copies.values())
+        self._tally["bytes_staged"] += sum(t.nbytes for t in copies.values())
         return copies

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from workbench.errors import InvalidInputError
 from workbench.planner import flops, sizes
 from workbench.planner.measured import Calibration
 from workbench.planner.request import Request
@@ -160,6 +162,8 @@ def plan(
     model: a catalogue name, a folder or config.json, a hub id, a mapping of configuration fields, a transformers
         configuration or model. gpu: a catalogue name or a `Gpu`.
     positions: prompt plus one response; response_tokens: of it; group_size: responses.
+    gradient_scope: "full", "response_only", Tail(chunks), Sampled(fraction, seed), or "prefix_frozen", which is
+        response_only with adapter_scope="response" (adapters off in the prompt, so nothing is left out).
     calibration: a `Calibration` of this machine or its file; used where it covers the model.
     options: the further fields of `Request` (weights, training, lora_rank, placement, chunk_tokens, block_tokens,
         checkpoint_layers, adapter_scope, quantize_experts, optimizer, num_gpus).
@@ -167,6 +171,8 @@ def plan(
     Counted: the text model of one policy. Not counted: a reference model of its own, vision towers, multi-token
     prediction layers, sampling. Raises InvalidInputError, UnsupportedModelError.
     """
+    if gradient_scope == "prefix_frozen":
+        gradient_scope, options = "response_only", {"adapter_scope": "response", **options}
     request = _request(
         options,
         positions=positions,
@@ -200,10 +206,6 @@ def plan_request(shape: ModelShape, gpu: Gpu, request: Request, calibration: Cal
 
 
 def _request(options: dict[str, Any], **given: Any) -> Request:
-    from difflib import get_close_matches
-
-    from workbench.errors import InvalidInputError
-
     known = Request.__dataclass_fields__
     for name in options:
         if name not in known:
