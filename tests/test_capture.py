@@ -119,15 +119,15 @@ def test_the_comparison_can_fail():
 
 @FAMILIES
 def test_without_boundaries_less_is_kept_and_scores_are_the_same(family):
-    """Bitwise, but with sliding windows: there a page begins at another row, which the kernel sums in another order."""
+    """Bitwise: rows that a window hides are not read, so it does not matter whether they are there."""
     policy = tiny_policy(family)
     kept, forgotten = (capture_prompt(policy, token_ids(61), chunk_tokens=8, keep_boundaries=b) for b in (True, False))
     assert not any(name.startswith("boundary_") for name in forgotten.inventory())
     has_less_to_keep = any(name.startswith("boundary_") for name in kept.inventory()) or family == "gemma3"
     assert (forgotten.nbytes < kept.nbytes) is has_less_to_keep
-    for a, b in zip(*(score_responses(policy, state, RESPONSES) for state in (kept, forgotten)), strict=True):
-        # measured 1.4e-6 for gemma3: 3 float32 roundings of log-probs near 8; a row too few shifts them by 1e-2
-        assert torch.equal(a, b) if family != "gemma3" else float((a - b).abs().max()) <= 1e-5
+    for block in (3, 100):
+        scores = (score_responses(policy, state, RESPONSES, block_tokens=block) for state in (kept, forgotten))
+        assert all(torch.equal(a, b) for a, b in zip(*scores, strict=True))
 
 
 def test_boundaries_are_the_carries_that_a_shorter_prompt_would_leave():

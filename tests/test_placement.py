@@ -78,6 +78,21 @@ def test_staged_bytes_are_one_layers_share_of_the_rows() -> None:
     assert host["peak_bytes"] - device["peak_bytes"] <= 0.3 * host["rows"]
 
 
+def test_counters_say_what_was_staged() -> None:
+    """Every chunk of the capture stages the pages before it, layer by layer; the last layer's attention never runs."""
+    policy, tally = Policy(tiny_model("glm_moe_dsa")), Tally()
+    state = capture_prompt(policy, PROMPT, chunk_tokens=16, placement="host", tally=tally)
+    row_bytes = [sum(t.nbytes for t in rows.values()) // 16 for rows in state.pages[0].layers]
+    assert tally["layers_staged"] == 3 * 3
+    assert tally["bytes_staged"] == (16 + 32 + 48) * sum(row_bytes[:-1])
+    host, _ = step(tiny_model("glm_moe_dsa"), placement="host")
+    assert host.counters["bytes_staged"] > tally["bytes_staged"]
+    assert host.counters["layers_staged"] > tally["layers_staged"]
+    assert host.counters["rows_on_host_bytes"] == state.nbytes
+    device, _ = step(tiny_model("glm_moe_dsa"))
+    assert [device.counters[name] for name in ("bytes_staged", "layers_staged", "rows_on_host_bytes")] == [0, 0, 0]
+
+
 def test_bad_placements_are_refused() -> None:
     policy = Policy(tiny_model("qwen3"))
     with pytest.raises(InvalidInputError, match="placement='disk' is not one of device, host"):

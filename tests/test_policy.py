@@ -6,6 +6,7 @@ Comparisons with the stock model are float64 (bound 1e-12, measured at most 1e-1
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from workbench import (
     NonFiniteError,
     ObjectiveConfig,
     Policy,
+    StaleStateError,
     UnsupportedModelError,
     capture_prompt,
     load_policy,
@@ -32,7 +34,8 @@ from workbench import (
 from workbench.architectures import supported_model_types
 from workbench.model_sources import TINY_FAMILIES, tiny_model
 
-FAMILIES = pytest.mark.parametrize("family", TINY_FAMILIES)
+# One family of each adapter; what the other families share with it is tested elsewhere in all of them.
+ADAPTERS = pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "glm_moe_dsa"])
 PROMPT, RESPONSE = token_ids(22), token_ids(7, seed=1)
 FLOAT64 = 1e-12
 
@@ -68,7 +71,7 @@ def with_dropout(family: str) -> Policy:
     return load_policy(model, lora={"r": 2, "lora_dropout": 0.1})
 
 
-@FAMILIES
+@ADAPTERS
 def test_dropout_left_on_by_the_caller_is_off_in_every_pass(family):
     policy = with_dropout(family)
     train_adapter(policy.model)
@@ -85,10 +88,8 @@ def test_dropout_left_on_by_the_caller_is_off_in_every_pass(family):
     expected = everything()
     policy.model.train()
     assert any(isinstance(module, nn.Dropout) and module.p > 0 and module.training for module in policy.model.modules())
-    for _ in range(2):
-        found = everything()
-        assert len(found) == len(expected)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    found = everything()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with torch.no_grad():  # dropout does act on this model when nobody turns it off
         noisy = [policy.model(input_ids=PROMPT[None], use_cache=False).logits for _ in range(2)]
     assert not torch.equal(*noisy)
@@ -101,12 +102,13 @@ def test_the_model_is_left_as_found(family):
     for number, module in enumerate(policy.model.modules()):
         module.training = number % 3 == 0
     before = Snapshot(policy.model)
-    modeling = {id(m): vars(m).copy() for m in _modeling_modules(policy)}
+    modeling = sys.modules[type(policy.adapter.base).__module__]  # kernels are replaced there for the duration
+    kernels = vars(modeling).copy()
 
     def unchanged() -> None:
         assert before.differences() == []
         assert policy.model.active_adapters == ["default"]
-        assert {id(m): vars(m) for m in _modeling_modules(policy)} == modeling
+        assert vars(modeling) == kernels
 
     state = capture_prompt(policy, PROMPT)
     score_responses(policy, state, [RESPONSE])
@@ -117,8 +119,10 @@ def test_the_model_is_left_as_found(family):
     policy.model.zero_grad()
     unchanged()
 
-    layers = policy.adapter.base.layers
-    handle = layers[1].register_forward_hook(lambda module, args, out: (_ for _ in ()).throw(KeyboardInterrupt))
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = policy.adapter.base.layers[0].mlp.register_forward_hook(interrupt)
     for call in (
         lambda: capture_prompt(policy, PROMPT),
         lambda: score_responses(policy, state, [RESPONSE]),
@@ -126,20 +130,13 @@ def test_the_model_is_left_as_found(family):
         lambda: sample_responses(policy, state, 2, max_new_tokens=2),
         lambda: step(policy),
     ):
-        if family != "glm_moe_dsa":  # this family's layers are driven part by part and never called as a whole
-            with pytest.raises(KeyboardInterrupt):
-                call()
-            unchanged()
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        unchanged()
     handle.remove()
     with policy.active(), policy.active():
         assert not any(module.training for module in policy.model.modules())
     unchanged()
-
-
-def _modeling_modules(policy: Policy) -> list[Any]:
-    import sys
-
-    return [sys.modules[type(policy.adapter.base).__module__]]
 
 
 # ---------------------------------------------------------------- weight versions
@@ -210,7 +207,7 @@ def run_everything(policy: Policy) -> None:
     policy.model.zero_grad()
 
 
-@FAMILIES
+@ADAPTERS
 def test_using_a_policy_does_not_change_its_version(family):
     for policy in (tiny_policy(family), lora_policy(family, trained=True)):
         version = policy.weight_version
@@ -221,8 +218,15 @@ def test_using_a_policy_does_not_change_its_version(family):
 EXPERTS = {"target_modules": ["o_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 
 
-@pytest.mark.parametrize("family", ["glm_moe_dsa", "qwen3_next", "qwen3_5_moe"])
-@pytest.mark.parametrize("targets", [{"target_modules": "all-linear"}, EXPERTS], ids=["all-linear", "experts"])
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("glm_moe_dsa", {"target_modules": "all-linear"}),
+        ("qwen3_next", {"target_modules": "all-linear"}),
+        ("qwen3_5_moe", EXPERTS),
+    ],
+    ids=["glm all-linear", "qwen3_next all-linear", "qwen3_5 experts"],
+)
 def test_lora_on_expert_parameters_keeps_its_version_through_forward_passes(family, targets):
     """PEFT writes the adapted experts into the model for the duration of each forward, and back."""
     model = get_peft_model(tiny_model(family), LoraConfig(r=2, task_type="CAUSAL_LM", **targets))
@@ -240,21 +244,23 @@ def test_switching_the_adapter_changes_the_version():
     policy = lora_policy("llama", trained=True)
     state = capture_prompt(policy, PROMPT)
     policy.model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
+    versions = [policy.weight_version]
     policy.model.set_adapter("other")
-    assert policy.weight_version == 1
+    versions.append(policy.weight_version)
     policy.model.set_adapter("default")
-    assert policy.weight_version == 2
+    versions.append(policy.weight_version)
     with policy.model.disable_adapter():
-        assert policy.weight_version == 3
-        with pytest.raises(Exception, match="captured at weight version 0"):
+        versions.append(policy.weight_version)
+        with pytest.raises(StaleStateError, match=f"captured at weight version {state.weight_version}"):
             score_responses(policy, state, [RESPONSE])
-    assert policy.weight_version == 4
+    versions.append(policy.weight_version)
+    assert versions == sorted(set(versions))
 
 
 # ---------------------------------------------------------------- references (case 16)
 
 
-@FAMILIES
+@ADAPTERS
 def test_a_fresh_adapter_is_its_base_bitwise_and_only_b_has_a_gradient(family):
     policy = with_dropout(family)
     policy.model.train()
@@ -269,7 +275,7 @@ def test_a_fresh_adapter_is_its_base_bitwise_and_only_b_has_a_gradient(family):
     assert sum(bool(gradient.any()) for gradient in of_b) >= len(of_b) - 2  # the last layer's prompt-only parts aside
 
 
-@FAMILIES
+@ADAPTERS
 def test_after_a_step_the_reference_is_the_base_models_full_forward(family):
     """Its own prefix: base responses over an adapted prefix would lie between the two."""
     base = tiny_model(family).double()

@@ -6,6 +6,8 @@ Everything here is an equality of sets; the only arithmetic compared is in float
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from tests.helpers import float64_arithmetic, tiny_policy, token_ids
 from workbench import InvalidInputError, Policy, capture_prompt, score_responses
-from workbench.architectures import ChunkContext, ChunkOutput
+from workbench.architectures import ChunkContext, ChunkOutput, latent_sparse
 from workbench.model_sources import tiny_model
 from workbench.ops.selection import UNSELECTED, fingerprint, select_topk, stream_topk
 
@@ -165,6 +167,13 @@ def selected_keys(policy: Policy, ids: Tensor, chunk_tokens: int) -> dict[int, l
 
     Read off a scoring pass, because a capture stops before the attention of its last layer.
     """
+    with recorded_keys(policy) as found:
+        score_responses(policy, capture_prompt(policy, ids[:1]), [ids[1:]], block_tokens=chunk_tokens)
+    return found
+
+
+@contextmanager
+def recorded_keys(policy: Policy) -> Iterator[dict[int, list[set[int]]]]:
     found: dict[int, list[set[int]]] = {}
     forward = policy.adapter.forward_chunk
 
@@ -178,8 +187,7 @@ def selected_keys(policy: Policy, ids: Tensor, chunk_tokens: int) -> dict[int, l
         return output
 
     with mock.patch.object(policy.adapter, "forward_chunk", record):
-        score_responses(policy, capture_prompt(policy, ids[:1]), [ids[1:]], block_tokens=chunk_tokens)
-    return found
+        yield found
 
 
 def test_only_full_layers_compute_an_index():
@@ -201,6 +209,41 @@ def test_every_chunk_size_selects_the_same_keys(family):
         whole = selected_keys(policy, token_ids(40), 64)
         for size in (1, 7, 16):
             assert selected_keys(policy, token_ids(40), size) == whole
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v32"])
+def test_a_capture_selects_the_same_sets_for_every_page_size(family):
+    """30 trials with quantised scores, so that ties are everywhere: pages of 1, 7, 64 and all tokens, both layers."""
+    overrides = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 16, "first_k_dense_replace": 3}
+    policy = tiny_policy(family, torch.float64, **overrides | KINDS.get(family, {}))
+    exact = latent_sparse._index_scores
+    ties = 0
+
+    def quantised(*arguments: Any) -> Tensor:
+        nonlocal ties
+        scores = (exact(*arguments) * 2).round() / 2
+        ties += int((scores[..., :1] == scores).sum()) - scores[..., 0].numel()
+        return scores
+
+    with float64_arithmetic(), mock.patch.object(latent_sparse, "_index_scores", quantised):
+        for trial in range(15):  # of two layers each
+            ids = token_ids(70, trial)
+            whole = captured_keys(policy, ids, 1000)
+            assert set(whole) == {0, 1}
+            for size in (1, 7, 64):
+                assert captured_keys(policy, ids, size) == whole
+    assert ties > 30_000
+
+
+KINDS = {"glm_moe_dsa": {"indexer_types": ["full", "full", "shared"]}}  # in DeepSeek-V3.2 every layer computes an index
+
+
+def captured_keys(policy: Policy, ids: Tensor, chunk_tokens: int) -> dict[int, list[set[int]]]:
+    """By layer: the set of keys of each position, in a capture (which selects nothing in its last layer)."""
+    last = policy.adapter.num_layers - 1
+    with recorded_keys(policy) as found:
+        capture_prompt(policy, ids, chunk_tokens=chunk_tokens)
+    return {layer: keys for layer, keys in found.items() if layer != last}
 
 
 def test_a_prompt_no_longer_than_the_top_k_is_dense():

@@ -111,3 +111,33 @@ def test_another_choice_is_refused_and_changes_nothing(family: str) -> None:
     finally:
         handle.remove()
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_response_block_must_repeat_its_choices_too() -> None:
+    """All blocks but the last run twice: a router that decides otherwise when a graph is built is refused."""
+    model = tiny_model("glm_moe_dsa")
+    gate = model.model.layers[1].mlp.gate
+    flip = lambda _, __, out: (out[0], out[1], out[2].flip(0)) if torch.is_grad_enabled() else out  # noqa: E731
+    gate.register_forward_hook(flip, prepend=True)
+    with pytest.raises(NonDeterministicError, match=r"response 1, tokens \[0, 5\): layer 1 selects other experts"):
+        gradient(model, gradient_scope="response_only")
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "qwen3_5_moe", "qwen3"])
+def test_counters_say_how_many_choices_were_verified(family: str) -> None:
+    """By layer and kind, for each of 4 prompt chunks, 0 + 1 + 2 response blocks that run twice, and rebuilt layers.
+
+    A prompt chunk stops before its last layer's experts. With layer checkpoints all 6 blocks and 4 chunks are rebuilt,
+    experts chosen again and keys reused.
+    """
+    chunks, twice, blocks = 4, 0 + 1 + 2, 1 + 2 + 3
+    keys, experts = {"glm_moe_dsa": (2, 3), "qwen3_5_moe": (0, 4), "qwen3": (0, 0)}[family]
+    last = 1 if experts else 0
+    once = chunks * (keys + experts - last) + twice * (keys + experts)
+    model = tiny_model(family)
+    report, _ = gradient(model)
+    assert report.counters["choices_verified"] == once
+    report, _ = gradient(model, checkpoint_layers=True)
+    assert report.counters["choices_verified"] == once + chunks * (experts - last) + blocks * experts
+    assert gradient(model, gradient_scope="response_only")[0].counters["choices_verified"] == twice * (keys + experts)

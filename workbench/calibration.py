@@ -4,7 +4,7 @@ A few short runs of the engine on a model with the real layer widths but one lay
 
 1. For each kind of layer, how many more bytes stay alive when one more such layer is run forward for a walk.
 2. Two small steps per length, and by how much each phase's peak exceeds the plan's other terms.
-3. From the same steps, operations over seconds.
+3. The same steps again without the meter, timed, at the shorter length and at TIMED_STRETCH times it.
 
 Two lengths give a line, `fixed + per_token x tokens`; lengths are multiples of 64, the scan's sub-chunk.
 """
@@ -25,7 +25,7 @@ from workbench.loading import load_policy
 from workbench.memory import MemoryMeter
 from workbench.planner import Calibration, Gpu, Line, Plan, Request, plan_request
 from workbench.planner.families import model_shape
-from workbench.planner.flops import work_by_phase
+from workbench.planner.flops import Rate, Work, work_by_phase
 from workbench.planner.graph import saved_bytes_per_token
 from workbench.planner.measured import signature
 from workbench.planner.shapes import Layer, ModelShape
@@ -39,6 +39,8 @@ from workbench.walk import Segment, run_segment
 LENGTHS = (128, 256)
 # Long enough for several chunks, short enough that what is counted for every position hardly counts twice.
 NUM_CHUNKS, SHORT_RESPONSE, SHORT_PROMPT = 3, 8, 64
+# Timed steps need operations to outweigh their launches.
+TIMED_STRETCH = 8
 # Small, so that the head's logits never hide a backward's temporaries; a plan's own logits are exact anyway.
 VOCAB = 64
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -87,7 +89,7 @@ def calibrate(
         capture=capture,
         transient=dict.fromkeys(_PHASES, Line(0.0, 0.0)),
         reference_layers=bench.reference_layers,
-        flops_per_second=dict.fromkeys(_PHASES, 1.0),
+        rates=dict.fromkeys(_PHASES, Rate(1.0)),
         lengths=lengths,
         provenance={"torch": torch.__version__, "threads": torch.get_num_threads()},
         **options,
@@ -96,7 +98,7 @@ def calibrate(
     return replace(
         blank,
         transient={phase: _line(lengths, [found[phase] for found in beyond]) for phase in _PHASES},
-        flops_per_second=bench.rates,
+        rates=bench.rates((short, TIMED_STRETCH * short)),
     )
 
 
@@ -111,7 +113,6 @@ class _Bench:
         self._policy = self._build(self._indices)
         self._reference = model_shape(self._policy.adapter.config, "reference")
         self._alone: dict[int, tuple[float, float]] = {}
-        self.rates: dict[str, float] = {}
 
     def request(self, tokens: int, **changes: Any) -> Request:
         """Full scope, chunks of `tokens`, a response that hardly counts."""
@@ -140,10 +141,11 @@ class _Bench:
         alive, peak = self._alone[tokens]
         return self._bytes_alive(more, tokens) - alive, self._capture_peak(more, tokens) - peak
 
-    def beyond_plan(self, blank: Calibration, tokens: int) -> dict[str, float]:
-        """By phase, peak bytes of a step beyond a plan that has no workspace; notes the achieved rates."""
-        walk = self.request(tokens)
-        # The response in one block of `tokens`, a short prompt that is not walked: the replay is all there is.
+    def requests(self, tokens: int) -> tuple[tuple[Request, tuple[str, ...]], ...]:
+        """Two steps and the phases that each is for.
+
+        In the second the response is one block of `tokens` after a short prompt that is not walked.
+        """
         replay = self.request(
             tokens,
             positions=SHORT_PROMPT + tokens,
@@ -151,21 +153,34 @@ class _Bench:
             chunk_tokens=SHORT_PROMPT,
             gradient_scope="response_only",
         )
+        return (self.request(tokens), ("capture", "prompt_gradient")), (replay, ("replay",))
+
+    def rates(self, lengths: tuple[int, int]) -> dict[str, Rate]:
+        """Seconds of each phase as fixed time per layer and segment plus operations over a rate; best of two runs."""
+        found: dict[str, list[tuple[Work, float]]] = {phase: [] for phase in _PHASES}
+        for tokens in lengths:
+            for request, phases in self.requests(tokens):
+                work = work_by_phase(self._reference, request)
+                runs = [self._step(request, measure_memory=False).seconds for _ in range(2)]
+                for phase in phases:
+                    found[phase].append((work[phase], min(run[phase] for run in runs)))
+        return {phase: _rate(*points, num_layers=len(self._reference.layers)) for phase, points in found.items()}
+
+    def beyond_plan(self, blank: Calibration, tokens: int) -> dict[str, float]:
+        """By phase, peak bytes of a step beyond a plan that has no workspace."""
         found = {}
-        for request, phases in ((walk, ("capture", "prompt_gradient")), (replay, ("replay",))):
+        for request, phases in self.requests(tokens):
             report = self._step(request)
-            work = work_by_phase(self._reference, request)
             planned = plan_request(self._reference, _UNLIMITED, request, replace(blank, signature=self._signature()))
             for phase in phases:
                 found[phase] = report.memory["stage_peak_bytes"][phase] - _planned_above_start(planned, phase)
                 found[phase] += planned.first_step_terms[phase]["logits"]
-                self.rates[phase] = work[phase].flops / report.seconds[phase]
         return found
 
     def _signature(self) -> str:
         return signature(self._reference, self.request(LENGTHS[0]))
 
-    def _step(self, request: Request) -> StepReport:
+    def _step(self, request: Request, *, measure_memory: bool = True) -> StepReport:
         draw = torch.Generator().manual_seed(self._seed)
         vocab = self._policy.vocab_size
         prompt = torch.randint(vocab, (request.prompt_tokens,), generator=draw)
@@ -179,6 +194,7 @@ class _Bench:
             chunk_tokens=request.chunk_tokens,
             block_tokens=request.block_tokens,
             checkpoint_layers=request.checkpoint_layers,
+            measure_memory=measure_memory,
         )
         self._policy.model.zero_grad(set_to_none=True)
         return report
@@ -228,6 +244,17 @@ def _line(lengths: tuple[int, int], found: Sequence[float]) -> Line:
     """The line through two measurements."""
     slope = (found[1] - found[0]) / (lengths[1] - lengths[0])
     return Line(found[0] - slope * lengths[0], slope)
+
+
+def _rate(short: tuple[Work, float], long: tuple[Work, float], *, num_layers: int) -> Rate:
+    """The line of seconds over operations; timing noise that turns it round leaves the rate of the longer run."""
+    (less, less_seconds), (more, more_seconds) = short, long
+    whole = Rate(more.flops / more_seconds)
+    if more_seconds <= less_seconds:
+        return whole
+    rate = (more.flops - less.flops) / (more_seconds - less_seconds)
+    fixed = (less_seconds - less.flops / rate) / (less.segments * num_layers)
+    return Rate(rate, fixed) if fixed > 0 else whole
 
 
 def _text_config(model: Any) -> Any:

@@ -11,7 +11,7 @@ from workbench.figures import COLORS, LABELS, _styled
 # Okabe and Ito's eight and two greys; neighbours in a stack differ in lightness as well as in hue.
 TERM_COLORS = {
     "weights": "#8f8f8f",
-    "adapter": "#4d4d4d",
+    "adapter": "#6a3d9a",
     "optimizer": "#f0e442",
     "rows": "#0072b2",
     "carry": "#cc79a7",
@@ -93,5 +93,5 @@ def _words(name: str) -> str:
 
 def _with_legend_below(figure: go.Figure, height: int) -> go.Figure:
     """Many short names: side by side under the plot, where they wrap on a phone."""
-    legend = {"orientation": "h", "x": 0, "y": -0.22, "yanchor": "top", "traceorder": "normal"}
+    legend = {"orientation": "h", "x": 0, "y": -0.27, "yanchor": "top", "traceorder": "normal"}
     return figure.update_layout(height=height, legend=legend, margin={"l": 10, "r": 10, "t": 30, "b": 10})

@@ -127,7 +127,8 @@ def provenance() -> dict[str, Any]:
     """What a reader needs to run this again: versions, source revision, machine. No user names, no host names."""
     return {
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _RECORDED_PACKAGES},
+        # torch's own word also tells the build: +cpu, +cu130.
+        "versions": {name: _version(name) for name in _RECORDED_PACKAGES} | {"torch": str(torch.__version__)},
         "git": git_state(),
         "machine": {
             "system": platform.system(),

@@ -72,6 +72,8 @@ def checked_step(
     objective: ObjectiveConfig,
     old_logprobs: Sequence[Tensor] | None,
 ) -> Step:
+    if not isinstance(objective, ObjectiveConfig):
+        raise InvalidInputError(f"objective={objective!r} is not an ObjectiveConfig, such as ObjectiveConfig(loss='dapo')")
     prompt = check_prompt(policy, prompt_ids)
     checked = check_responses(policy, prompt.numel(), responses)
     values, kept = _advantages(len(checked), rewards, advantages, objective)
@@ -99,9 +101,7 @@ def _advantages(
     given = advantages if rewards is None else rewards
     if given is None or (rewards is not None and advantages is not None):
         raise InvalidInputError("give exactly one of rewards and advantages")
-    if len(given) != num_responses:
-        name = "advantages" if rewards is None else "rewards"
-        raise InvalidInputError(f"{num_responses} responses but {len(given)} {name}: give one per response")
+    _check_one_per_response("advantages" if rewards is None else "rewards", given, num_responses)
     everyone = list(range(num_responses))
     if rewards is not None:
         values = group_advantages(rewards, scale=objective.advantage_scale, eps=objective.advantage_eps)
@@ -118,14 +118,23 @@ def _advantages(
     return numbers, everyone
 
 
+def _check_one_per_response(name: str, given: Any, num_responses: int) -> None:
+    try:
+        count = len(given)
+    except TypeError:
+        raise InvalidInputError(f"{name} must be a sequence, one per response; got {given!r}") from None
+    if count != num_responses:
+        raise InvalidInputError(f"{num_responses} responses but {count} {name}: give one per response")
+
+
 def _checked_old(old_logprobs: Sequence[Tensor] | None, responses: list[Tensor]) -> list[Tensor] | None:
     if old_logprobs is None:
         return None
-    if len(old_logprobs) != len(responses):
-        raise InvalidInputError(
-            f"{len(responses)} responses but {len(old_logprobs)} old_logprobs: give one per response"
-        )
-    checked = [torch.as_tensor(values) for values in old_logprobs]
+    _check_one_per_response("old_logprobs", old_logprobs, len(responses))
+    try:
+        checked = [torch.as_tensor(values) for values in old_logprobs]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(f"old_logprobs must be tensors of numbers, one per response: {error}") from None
     for member, (values, ids) in enumerate(zip(checked, responses, strict=True)):
         if values.shape != ids.shape:
             raise InvalidInputError(

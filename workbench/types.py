@@ -54,7 +54,8 @@ class Sampled:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 < float(self.fraction) <= 1.0:
+        number = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
+        if not (number and 0.0 < self.fraction <= 1.0):
             raise InvalidInputError(f"Sampled(fraction={self.fraction!r}): fraction must be in (0, 1]")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidInputError(f"Sampled(seed={self.seed!r}): seed must be an integer")
@@ -79,8 +80,8 @@ class StepReport:
         "stage_peak_bytes": {stage: peak above the start}.
     metrics: statistics of ratios, advantages, entropy and KL; "notes" holds remarks in words.
     counters: what ran (chunks captured, blocks replayed, prompt chunks walked, graphs alive at most, ...).
-        choices_verified: selections of keys or experts that were made again and found the same; layers_staged and
-        bytes_staged: copies of rows from host memory.
+        choices_verified: selections of keys or experts that were made again and found the same; rows_on_host_bytes:
+        of the prompt with placement="host"; layers_staged, bytes_staged: copies of rows to the device.
     level: highest evidence level this call itself checked (1 = executed); see `workbench.validation`.
     """
 

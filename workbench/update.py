@@ -17,7 +17,7 @@ from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.prompt_gradient import add_carry_gradients, needs_boundaries, plan_walk, walk_prompt
 from workbench.replay import BLOCK_TOKENS, replay_response, score_responses
-from workbench.state.pages import GradientPages
+from workbench.state.pages import GradientPages, total_nbytes
 from workbench.state.placement import HOST
 from workbench.state.resident import ResidentState
 from workbench.step import (
@@ -33,6 +33,7 @@ from workbench.types import GradientScope, Response, StepReport, accumulation_dt
 from workbench.walk import CarryGradient
 
 DEFAULT_OBJECTIVE = ObjectiveConfig()
+COUNTED = ("choices_verified", "rows_on_host_bytes", "layers_staged", "bytes_staged")
 
 
 def update_step(
@@ -104,6 +105,7 @@ def update_step(
                 )
         plan = plan_walk(gradient_scope, state)
         boundary, on_host = state.positions, state.placement == "host"
+        step.tally["rows_on_host_bytes"] = total_nbytes(state.row_tensors()) if on_host else 0
         checkpoint_layers = checkpoint_layers or on_host
         pages = GradientPages(
             lambda start: plan.wants(start, boundary),
@@ -242,7 +244,7 @@ def _report(
         "prompt_chunk_starts_walked": tuple(walked),
         "gradient_page_tensors": pages.num_allocated,
         "most_graphs_alive": step.census.most_alive,
-        **{name: step.tally[name] for name in ("choices_verified", "layers_staged", "bytes_staged")},
+        **{name: step.tally[name] for name in COUNTED},
     }
     return StepReport(
         loss=step.loss,

@@ -179,16 +179,34 @@ def _plan_parts(
     offset = 0
     for page in pages:
         rows = page.key.shape[2]
-        part_selection = None if selection is None else selection[..., offset : offset + rows]
+        unseen = 0 if window is None else min(rows, max(0, start - window + 1 - page.start))
+        part_selection = None if selection is None else selection[..., offset + unseen : offset + rows]
         offset += rows
-        last = page.start + rows - 1
-        if rows == 0 or (window is not None and last <= start - window):
-            continue  # nothing of it is visible from the first query on
-        fully_visible = window is None or page.start > start + tokens - 1 - window
+        if unseen == rows:
+            continue
+        seen = _without_first_rows(page, unseen)
+        fully_visible = window is None or seen.start > start + tokens - 1 - window
         if part_selection is None and fully_visible:
-            yield _Part(page, False, None, None)
+            yield _Part(seen, False, None, None)
         else:
-            yield _masked_part(page, query, start, page.start, rows, window, part_selection)
+            yield _masked_part(seen, query, start, seen.start, rows - unseen, window, part_selection)
+
+
+def _without_first_rows(page: AttentionPage, count: int) -> AttentionPage:
+    """The page without rows that a window hides from every query; their gradient is zero.
+
+    Less work, and the same bits whether a state still holds those rows or has forgotten them.
+    """
+    if count == 0:
+        return page
+    sink = page.sink
+
+    def padded(dkey: Tensor, dvalue: Tensor) -> None:
+        assert sink is not None
+        sink(*(torch.nn.functional.pad(gradient, (0, 0, count, 0)) for gradient in (dkey, dvalue)))
+
+    key, value = page.key[:, :, count:], page.value[:, :, count:]
+    return AttentionPage(key, value, page.start + count, None if sink is None else padded)
 
 
 def _masked_part(

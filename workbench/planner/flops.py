@@ -69,9 +69,13 @@ def attention_flops(shape: ModelShape, first: int, last: int) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """What one phase does: operations over all ranks; weight bytes read and host-link bytes per rank."""
+    """What one phase does: operations over all ranks; weight bytes read and host-link bytes per rank.
+
+    segments: chunks or blocks it runs, each of which costs a fixed time per layer besides.
+    """
 
     flops: float
+    segments: int
     weight_reads: float = 0.0
     link_bytes: float = 0.0
 
@@ -92,7 +96,8 @@ def _capture(shape: ModelShape, request: Request) -> Work:
     tokens = request.resident_tokens
     flops = tokens * dense_flops_per_token(shape) + attention_flops(shape, 0, tokens)
     reads = request.num_chunks * weight_bytes(shape, request)
-    return Work(flops, reads, _staged_bytes(shape, request, tuple(range(request.num_chunks)), both_ways=False))
+    staged = _staged_bytes(shape, request, tuple(range(request.num_chunks)), both_ways=False)
+    return Work(flops, request.num_chunks, reads, staged)
 
 
 def _backward_share(request: Request) -> float:
@@ -111,7 +116,8 @@ def _replay(shape: ModelShape, request: Request) -> Work:
     passes = request.group_size * (3 * request.num_blocks - 1)
     resident = row_bytes_per_token(shape, request.compute_bytes) * request.rank_tokens(first)
     link = passes * resident if request.placement == "host" else 0.0
-    return Work(request.group_size * one, passes * weight_bytes(shape, request), link)
+    segments = request.group_size * request.num_blocks
+    return Work(request.group_size * one, segments, passes * weight_bytes(shape, request), link)
 
 
 def _prompt_gradient(shape: ModelShape, request: Request) -> Work:
@@ -127,7 +133,7 @@ def _prompt_gradient(shape: ModelShape, request: Request) -> Work:
     flops = tokens * dense_flops_per_token(shape) * (1.0 + _backward_share(request))
     flops += attention * (1.0 + ATTENTION_BACKWARD)
     reads = 2 * len(chunks) * weight_bytes(shape, request)
-    return Work(flops, reads, _staged_bytes(shape, request, chunks, both_ways=True))
+    return Work(flops, len(chunks), reads, _staged_bytes(shape, request, chunks, both_ways=True))
 
 
 def _staged_bytes(shape: ModelShape, request: Request, chunks: tuple[int, ...], *, both_ways: bool) -> float:
@@ -149,7 +155,18 @@ def optimizer_seconds(trained_bytes: float, bytes_per_second: float) -> float:
     return 7 * trained_bytes / bytes_per_second
 
 
-def phase_seconds(work: Work, ranks: int, flops_per_second: float, bytes_per_second: float, link: float) -> float:
-    """The slowest of computing, reading weights and the host link, which overlap. Dense work is shared by the ranks."""
-    computing = work.flops / (ranks * flops_per_second)
-    return max(computing, work.weight_reads / bytes_per_second, work.link_bytes / link)
+@dataclass(frozen=True)
+class Rate:
+    """What a machine delivers in one phase. segment_seconds: fixed time of one layer in one segment (launches)."""
+
+    flops_per_second: float
+    segment_seconds: float = 0.0
+
+
+def phase_seconds(work: Work, rate: Rate, ranks: int, num_layers: int, memory_rate: float, link_rate: float) -> float:
+    """The slowest of computing, reading weights and the host link, which overlap. Dense work is shared by the ranks.
+
+    memory_rate, link_rate: bytes per second.
+    """
+    computing = work.flops / (ranks * rate.flops_per_second) + work.segments * num_layers * rate.segment_seconds
+    return max(computing, work.weight_reads / memory_rate, work.link_bytes / link_rate)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import InvalidInputError
+from workbench.planner.flops import Rate
 from workbench.planner.graph import saved_bytes_per_token
 from workbench.planner.request import WEIGHT_BYTES, Request
 from workbench.planner.shapes import Layer, ModelShape
@@ -40,7 +41,7 @@ class Calibration:
     capture: {kind of layer: bytes that one more layer adds to the peak of a capture, rows and carry left out}.
     transient: {phase: peak bytes of the reference beyond the plan's other terms; logits are never alive with it}.
     reference_layers: {kind of layer: how many the reference had}.
-    flops_per_second: {phase: achieved rate}, of the engine as a whole.
+    rates: {phase: achieved operations per second, and the fixed time of a layer in a segment}.
     """
 
     model_type: str
@@ -55,7 +56,7 @@ class Calibration:
     capture: Mapping[str, Line]
     transient: Mapping[str, Line]
     reference_layers: Mapping[str, int]
-    flops_per_second: Mapping[str, float]
+    rates: Mapping[str, Rate]
     lengths: tuple[int, int]
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -96,6 +97,7 @@ class Calibration:
                 raise InvalidInputError(f"{path} is a calibration of another format; run the calibration again")
             for name in ("graph", "capture", "transient"):
                 raw[name] = {key: Line(**line) for key, line in raw[name].items()}
+            raw["rates"] = {key: Rate(**rate) for key, rate in raw["rates"].items()}
             return cls(**raw | {"lengths": tuple(raw["lengths"])})
         except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise InvalidInputError(f"{path} is not a calibration file: {error!r}") from None

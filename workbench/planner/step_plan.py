@@ -221,20 +221,21 @@ def _seconds_lines(
     work = flops.work_by_phase(shape, request)
     optimizer = flops.optimizer_seconds(sizes.gradient_bytes(shape, request), gpu.bytes_per_second)
 
-    def line(rates: Mapping[str, float]) -> dict[str, float]:
-        ranks, link = request.context_parallel, gpu.link_gb_per_s * 1e9
-        seconds = {p: flops.phase_seconds(w, ranks, rates[p], gpu.bytes_per_second, link) for p, w in work.items()}
-        return {"capture": seconds["capture"], "replay": seconds["replay"],
-                "prompt_gradient": seconds["prompt_gradient"],
-                "optimizer": optimizer if request.optimizer == "adamw" else 0.0}  # fmt: skip
+    def line(rates: Mapping[str, flops.Rate]) -> dict[str, float]:
+        ranks, layers, link = request.context_parallel, len(shape.layers), gpu.link_gb_per_s * 1e9
+        seconds = {
+            phase: flops.phase_seconds(done, rates[phase], ranks, layers, gpu.bytes_per_second, link)
+            for phase, done in work.items()
+        }
+        return seconds | {"optimizer": optimizer if request.optimizer == "adamw" else 0.0}
 
     peak = gpu.flops_per_second
     lines = {
-        "roofline": line(dict.fromkeys(work, peak)),
-        "half of peak": line(dict.fromkeys(work, flops.HALF_OF_PEAK * peak)),
+        "roofline": line(dict.fromkeys(work, flops.Rate(peak))),
+        "half of peak": line(dict.fromkeys(work, flops.Rate(flops.HALF_OF_PEAK * peak))),
     }
     if calibration is not None:
-        lines["calibrated"] = line(calibration.flops_per_second)
+        lines["calibrated"] = line(calibration.rates)
     return lines
 
 
