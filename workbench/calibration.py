@@ -61,7 +61,8 @@ def calibrate(
     """Measure one model's layers; takes seconds for small widths, and memory for one layer of each kind.
 
     model: a transformers model or configuration (its weights are not used, only its widths), or a catalogue name.
-    weights: "fp32" or "bf16"; nf4 weights need a quantised model and are not calibrated here. device: where to run.
+    weights: "fp32" or "bf16"; the latter with LoRA also serves plans of nf4 weights, which compute in bf16.
+    lengths: two segment lengths to fit lines through; near the chunk that is planned is best. device: where to run.
     The random state of torch is left alone.
     """
     if weights not in _DTYPES:

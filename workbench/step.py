@@ -73,7 +73,9 @@ def checked_step(
     old_logprobs: Sequence[Tensor] | None,
 ) -> Step:
     if not isinstance(objective, ObjectiveConfig):
-        raise InvalidInputError(f"objective={objective!r} is not an ObjectiveConfig, such as ObjectiveConfig(loss='dapo')")
+        raise InvalidInputError(
+            f"objective={objective!r} is not an ObjectiveConfig, such as ObjectiveConfig(loss='dapo')"
+        )
     prompt = check_prompt(policy, prompt_ids)
     checked = check_responses(policy, prompt.numel(), responses)
     values, kept = _advantages(len(checked), rewards, advantages, objective)
