@@ -103,7 +103,9 @@ class ChunkCache:
         full = conv_states if tail is None else torch.cat([tail, conv_states], dim=-1)
         missing = max(0, conv_kernel_size - 1 - full.shape[-1])  # zeros, as the convolution itself pads
         kept = nn.functional.pad(full, (missing, 0))
-        self._carry["conv"] = kept[..., kept.shape[-1] - (conv_kernel_size - 1) :]
+        tail_out = kept[..., kept.shape[-1] - (conv_kernel_size - 1) :]
+        # without a graph a view would keep the whole input alive until the chunk ends, in every layer
+        self._carry["conv"] = tail_out if torch.is_grad_enabled() else tail_out.clone()
         return full
 
     def update_recurrent_state(

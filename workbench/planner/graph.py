@@ -86,14 +86,6 @@ def gated_delta_state_bytes(mixer: GatedDelta, request: Request) -> int:
     return 2 * mixer.channels * request.compute_bytes + recurrence_bytes(mixer)
 
 
-def capture_kept_bytes(layer: Layer, request: Request) -> int:
-    """Per token, what every Gated DeltaNet layer holds until a captured chunk's carry is copied.
-
-    The convolution's tail is a view of its whole input.
-    """
-    return layer.mixer.channels * request.compute_bytes if isinstance(layer.mixer, GatedDelta) else 0
-
-
 def gated_delta_output_bytes(mixer: GatedDelta, request: Request) -> int:
     """The gated norm: float32 input, gate and its activation, one in the model's dtype (one more if trained)."""
     trained = mixer.value_width * request.compute_bytes if request.training == "full" else 0

@@ -123,12 +123,11 @@ class Transients:
         return measured.transient[phase].at(tokens) + padding
 
     def _assumed_forward(self, tokens: int) -> float:
-        """One layer's temporaries, or the chunk's rows before they are copied; convolution inputs in any case."""
+        """One layer's temporaries, or the chunk's rows before they are copied."""
         shape, request = self.shape, self.request
         fresh = sizes.row_bytes_per_token(shape, request.compute_bytes, windowed=True) * tokens
-        convolutions = sum(count * graph.capture_kept_bytes(layer, request) for layer, count in shape.groups)
         temporaries = FORWARD_SHARE * self._largest_saved(tokens) + self._attention(tokens)
-        return max(temporaries, fresh) + convolutions * tokens
+        return max(temporaries, fresh)
 
     def _assumed_backward(self, tokens: int) -> float:
         weight = graph.largest_weight_gradient_bytes(self.shape, self.request)
