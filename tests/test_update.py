@@ -461,16 +461,15 @@ def test_old_log_probs_enter_the_ratio():
     assert all(torch.equal(a, b) for a, b in zip(report.logprobs, new, strict=True))
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
 @ADAPTERS
-def test_the_first_step_in_bfloat16_has_ratio_one(family, beta):
+def test_the_first_step_in_bfloat16_has_ratio_one(family):
     """Case 15, and the KL of a fresh adapter (case 16): exactly 0 in bfloat16 as well."""
     policy = lora_policy(family, dtype=torch.bfloat16)
-    report = step(policy, objective=ObjectiveConfig(beta=beta))
+    report = step(policy, objective=ObjectiveConfig(beta=0.1))
     metrics, gradients = report.metrics, oracle.take_gradients(policy.model)
     assert metrics["ratio_mean"] == metrics["ratio_max"] == metrics["ratio_min"] == 1.0
     assert metrics["abs_log_ratio_mean"] == metrics["clip_fraction_low"] == metrics["clip_fraction_high"] == 0.0
-    assert metrics.get("kl_mean", 0.0) == 0.0
+    assert metrics["kl_mean"] == 0.0
     assert all(bool(gradient.isfinite().all()) for gradient in gradients.values())
     assert 0.0 < metrics["grad_norm"] < math.inf
 
@@ -567,7 +566,7 @@ def test_what_a_report_says():
     assert counters["response_blocks_replayed"] == 3 + 2
     assert counters["most_graphs_alive"] == 1
     assert counters["gradient_page_tensors"] == 2 * (3 + 2 + 1)  # keys and values: chunks, earlier blocks
-    # Mixtures are layers 1 and 3, and layer 3 stops early in the prompt; 2 + 1 blocks are run again in the reverse sweep.
+    # Mixtures are layers 1 and 3, and layer 3 stops early in the prompt; 2 + 1 blocks run again in the reverse sweep.
     assert counters["choices_verified"] == 3 * 1 + (2 + 1) * 2
     assert report.gradient_scope == "full"
     assert report.level == 1
