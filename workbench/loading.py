@@ -35,9 +35,10 @@ def load_policy(
     source: a transformers or PEFT model, a folder, a hub id, or "gemma3-270m" (the real model of the `demo` extra).
     lora: rank, a mapping of `peft.LoraConfig` fields or a LoraConfig; alpha defaults to 2 x rank, targets to every
         nn.Linear of the decoder but the sparse-attention indexer, which takes no gradient. Routers and stacked expert
-        weights are no nn.Linear and stay frozen; experts are adapted with target_parameters=["mlp.experts.gate_up_proj",
-        "mlp.experts.down_proj"]. Names mean modules of the loaded model: PEFT's translation of names from transformers 4
-        is off. The base model is frozen; B starts at zero. seed: of the adapter's initial values.
+        weights are no nn.Linear and stay frozen; experts are adapted with
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]. Names mean modules of the loaded model:
+        PEFT's translation of names from transformers 4 is off. The base model is frozen; B starts at zero.
+    seed: of the adapter's initial values.
     quantization: None or "nf4" (bitsandbytes, for folders and hub ids).
     adapter_scope: "all" is the only scope implemented. reference, vocab_size, max_positions: see `Policy`.
     """
@@ -52,6 +53,7 @@ def load_policy(
     else:
         model, tokenizer = _read_model(source, quantization, dtype, device)
     if lora is not None:
+        Policy(model, vocab_size=vocab_size, max_positions=max_positions)  # refuses before the model is changed
         model = _with_lora(model, lora, seed)
     return Policy(model, tokenizer, reference=reference, vocab_size=vocab_size, max_positions=max_positions)
 
@@ -93,19 +95,25 @@ def _nf4(dtype: torch.dtype | None) -> Any:
 def _with_lora(model: nn.Module, lora: Any, seed: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    if isinstance(lora, LoraConfig):
-        config = lora
-    else:
-        fields: dict[str, Any] = {"r": lora} if isinstance(lora, int) else dict(lora)
-        fields.setdefault("lora_alpha", 2 * fields.get("r", 8))
-        fields.setdefault("target_modules", _decoder_linears(model))
-        try:
-            config = LoraConfig(task_type="CAUSAL_LM", **fields)
-        except TypeError as error:
-            raise InvalidInputError(f"lora={lora!r}: {error}") from None
-    with torch.random.fork_rng(devices=[]), _untranslated_names():
-        torch.manual_seed(seed)
-        return get_peft_model(model, config)
+    if hasattr(model, "peft_config"):
+        raise InvalidInputError("lora: the model has an adapter already; leave lora=None to train that one")
+    try:
+        is_config = isinstance(lora, LoraConfig)
+        config = lora if is_config else LoraConfig(task_type="CAUSAL_LM", **_lora_fields(model, lora))
+        with torch.random.fork_rng(devices=[]), _untranslated_names():
+            torch.manual_seed(seed)
+            return get_peft_model(model, config)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"lora={lora!r}: {error}") from error
+
+
+def _lora_fields(model: nn.Module, lora: int | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(lora, bool) or not isinstance(lora, int | Mapping):
+        raise TypeError("give a rank, a mapping of peft.LoraConfig fields or a LoraConfig")
+    fields = {"r": lora} if isinstance(lora, int) else dict(lora)
+    fields.setdefault("lora_alpha", 2 * fields.get("r", 8))
+    fields.setdefault("target_modules", _decoder_linears(model))
+    return fields
 
 
 @contextmanager
