@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from workbench.errors import InvalidInputError
+from workbench.memory import MemoryMeter
 from workbench.ops import selected_attention as module
-from workbench.ops.attention import AttentionMemo
+from workbench.ops.attention import AttentionMemo, AttentionPage, paged_attention
 from workbench.ops.selected_attention import RowPage, selected_attention, selected_attention_reference
 from workbench.ops.selection import UNSELECTED, fingerprint, select_topk, stream_topk
 
@@ -106,6 +107,57 @@ def test_an_unselected_row_gets_no_gradient_and_a_wrong_row_would_be_seen():
     right = run_reference(p)[0]
     p["selection"] = torch.tensor([[[1]]], dtype=torch.int32)
     assert relative(run_engine(p)[0], right) > 0.1
+
+
+def test_members_are_as_each_alone_and_pages_may_be_their_own():
+    """Prompt pages are shared by the batch; while decoding, a member's earlier rows are a page of the batch's size."""
+    p = problem([5, 4], 1, 4, 3, torch.float64)
+    own_page = p["rows"][1] + torch.arange(3.0, dtype=torch.float64)[:, None, None]
+
+    def attend(members: slice) -> Tensor:
+        pages = [RowPage(p["rows"][0], 0), RowPage(own_page[members], 5)]
+        inputs = (p["query"][members], p["own"][members])
+        return selected_attention(*inputs, pages=pages, start=9, selection=p["selection"][members], scaling=0.4)
+
+    joint = attend(slice(0, 3))
+    for i in range(3):
+        assert relative(joint[i : i + 1], attend(slice(i, i + 1))) <= 1e-13
+    assert relative(joint[:1], joint[1:2]) > 0.1
+
+
+def test_a_page_without_a_sink_changes_nothing_else():
+    p = problem([7, 6], 4, 6, 1, torch.float64)
+    truth, found = run_engine(p), torch.zeros_like(p["rows"][1])
+    query, own = p["query"].clone().requires_grad_(), p["own"].clone().requires_grad_()
+    pages = [RowPage(p["rows"][0], 0), RowPage(p["rows"][1], 7, lambda index, g: found[0].index_add_(0, index, g))]
+    out = selected_attention(query, own, pages=pages, start=13, selection=p["selection"], scaling=0.4)
+    out.backward(p["grad"])
+    for one, other in zip([out.detach(), query.grad, own.grad, found], [*truth[:3], truth[4]], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_selecting_everything_is_paged_attention():
+    """Prefixes shorter than the top-k take the dense path: it must be the same attention."""
+    p = problem([7, 6], 4, 100, 1, torch.float64)
+    own = p["own"][:, None]
+    pages = [AttentionPage(rows[:, None], rows[:, None], start) for rows, start in zip(p["rows"], (0, 7), strict=True)]
+    dense = paged_attention(p["query"], own, own, pages=pages, start=13, scaling=0.4)
+    assert relative(run_engine(p)[0], dense) <= 1e-13
+
+
+def test_memory_grows_with_tokens_and_not_with_tokens_times_k(monkeypatch):
+    """Exact bytes of an exact meter; rows of 16 queries are gathered at a time."""
+    k = 64
+    monkeypatch.setattr(module, "GATHER_BYTES", 16 * k * WIDTH * 4)
+    peaks, sizes = [], []
+    for tokens in (64, 256):
+        p = problem([300], tokens, k, 1, torch.float32)
+        with MemoryMeter() as meter:
+            run_engine(p)
+        peaks.append(meter.report()["peak_bytes"])
+        sizes.append(p["query"].nbytes + p["own"].nbytes)
+    inputs, gathered = sizes[1] - sizes[0], (256 - 64) * k * WIDTH * 4
+    assert peaks[1] - peaks[0] < 4 * inputs < gathered / 3  # measured 2.8 x; all rows gathered at once are 16 x
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 64, 1000])

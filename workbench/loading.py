@@ -110,7 +110,7 @@ def _with_lora(model: nn.Module, lora: Any, seed: int) -> nn.Module:
 def _lora_fields(model: nn.Module, lora: int | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(lora, bool) or not isinstance(lora, int | Mapping):
         raise TypeError("give a rank, a mapping of peft.LoraConfig fields or a LoraConfig")
-    fields = {"r": lora} if isinstance(lora, int) else dict(lora)
+    fields: dict[str, Any] = {"r": lora} if isinstance(lora, int) else dict(lora)
     fields.setdefault("lora_alpha", 2 * fields.get("r", 8))
     fields.setdefault("target_modules", _decoder_linears(model))
     return fields

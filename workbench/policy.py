@@ -55,7 +55,11 @@ class Policy:
 
     @property
     def weight_version(self) -> int:
-        """Counts changes of the weights, whoever made them: in-place writes and replaced tensors are noticed."""
+        """Counts changes of the weights, whoever made them: in-place writes and replaced tensors are noticed.
+
+        torch does not count writes through `parameter.data`; after such a write call `note_weight_change`
+        (`update_step` does, whatever its optimizer).
+        """
         if self._weights_of is not self:
             return self._weights_of.weight_version
         fingerprint = self._current_fingerprint()
@@ -63,6 +67,10 @@ class Policy:
             self._fingerprint = fingerprint
             self._weight_version += 1
         return self._weight_version
+
+    def note_weight_change(self) -> None:
+        """Count a change of weights that nothing shows: a write through `parameter.data`, or to a buffer."""
+        self._weights_of._weight_version += 1
 
     @property
     def reference(self) -> Policy | None:
@@ -103,6 +111,7 @@ class Policy:
         with ExitStack() as stack:
             stack.enter_context(self.adapter.kernels(decoding=decoding))
             stack.enter_context(_evaluation_mode(self.model))
+            stack.enter_context(_differentiable_quantized_layers(self.model))
             stack.enter_context(_implementations(self.adapter, self.dtype))
             if self._peft is not None and self._adapter_name is not None:
                 stack.enter_context(_selected_adapter(self._peft, self._adapter_name))
@@ -186,6 +195,29 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def _differentiable_quantized_layers(model: nn.Module) -> Iterator[None]:
+    """Keep bitsandbytes from repacking 4-bit weights, which it does on some CPUs at the first pass without a graph.
+
+    Repacked weights are another computation, and one without a backward: gradients would silently lack its part.
+    """
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
+    for layer in layers:
+        if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
+            raise UnsupportedModelError(
+                "bitsandbytes has repacked 4-bit weights for inference, which leaves them without a gradient; load the "
+                "model again and hand it over before its first forward pass"
+            )
+    before = [layer.support_avx512bf16_for_cpu for layer in layers]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = False
+    try:
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer.support_avx512bf16_for_cpu = value
 
 
 @contextmanager

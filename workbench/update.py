@@ -218,7 +218,10 @@ def _finalize(
     if optimizer is not None:
         if objective.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_([p for _, p in policy.trainable_parameters()], objective.max_grad_norm)
+        version = policy.weight_version
         optimizer.step()
+        if policy.weight_version == version:  # it wrote through `.data`, which shows nowhere
+            policy.note_weight_change()
         optimizer.zero_grad(set_to_none=True)
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 

@@ -149,7 +149,8 @@ class LatentSparseAdapter(Adapter):
         """The chunk's index keys [batch, 1, tokens, width] and the selected positions [batch, tokens, top-k].
 
         The selection is None while every visible key fits into the top-k: that is dense attention. keys_only: there
-        will be no attention, and no selection is made. The index takes no gradient, as in the stock model. Scores: relu(q . k) summed over index heads with learned weights, in float32.
+        will be no attention, and nothing is selected. The index takes no gradient, as in the stock model. Scores:
+        relu(q . k) summed over index heads with learned weights, in float32.
         """
         batch, tokens, _ = hidden.shape
         rope, width = indexer.qk_rope_head_dim, indexer.head_dim
