@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import InvalidInputError
+from workbench.types import is_number
 
 Rewards = Sequence[float | None] | Tensor
 GroupIds = Sequence[Hashable] | Tensor | None
@@ -28,7 +29,7 @@ def group_advantages(rewards: Rewards, *, group_ids: GroupIds = None, scale: str
     """
     if scale not in ("group", "batch", "none"):
         raise InvalidInputError(f"scale={scale!r} is not one of group, batch, none")
-    if not (eps >= 0.0 and math.isfinite(eps)):
+    if not (is_number(eps) and 0.0 <= eps < math.inf):
         raise InvalidInputError(f"eps={eps!r} must be finite and >= 0")
     values = _as_rewards(rewards)
     advantages = torch.zeros_like(values)
@@ -105,14 +106,23 @@ def _as_rewards(rewards: Rewards) -> Tensor:
 
 def _members_by_group(values: Tensor, group_ids: GroupIds) -> dict[Hashable, list[int]]:
     """Member indices of each group, groups in order of first appearance."""
-    ids = [0] * len(values) if group_ids is None else group_ids
-    ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+    try:
+        ids = [0] * len(values) if group_ids is None else _as_group_ids(group_ids)
+        set(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(f"group_ids must be hashable ids, one per response: {error}") from None
     if len(ids) != len(values):
         raise InvalidInputError(f"{len(values)} rewards but {len(ids)} group_ids: give one per response")
     groups: dict[Hashable, list[int]] = {}
     for index, group in enumerate(ids):
         groups.setdefault(group, []).append(index)
     return groups
+
+
+def _as_group_ids(group_ids: Sequence[Hashable] | Tensor) -> list[Hashable]:
+    ids = group_ids.tolist() if isinstance(group_ids, Tensor) else list(group_ids)
+    # a tensor hashes by identity: every member would be a group of its own
+    return [i.item() if isinstance(i, Tensor) else i for i in ids]
 
 
 def _valid(values: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workbench.architectures import ChunkContext, ChunkOutput
 from workbench.errors import NonFiniteError
-from workbench.inputs import Ids, check_positive, check_prompt
+from workbench.inputs import Ids, check_positive, check_prompt, entry_point
 from workbench.memory import NO_METER, MemoryMeter
 from workbench.policy import Policy
 from workbench.progress import progress
@@ -20,6 +20,7 @@ from workbench.state.resident import Carry, Choices, ResidentState
 from workbench.types import Tally
 
 
+@entry_point
 def capture_prompt(
     policy: Policy,
     prompt_ids: Ids,

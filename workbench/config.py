@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from workbench.errors import InvalidInputError
+from workbench.types import is_number
 
 LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "luspo")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -43,6 +45,16 @@ class ObjectiveConfig:
             if not ok:
                 raise InvalidInputError(f"ObjectiveConfig: {message}")
 
+        for name in ("clip_low", "clip_high", "beta", "advantage_eps", "temperature"):
+            value = getattr(self, name)
+            need(is_number(value), f"{name}={value!r} must be a number")
+            need(name == "clip_high" or value < math.inf, f"{name}={value!r} must be finite")
+        norm, length = self.max_grad_norm, self.max_response_tokens
+        need(norm is None or is_number(norm), f"max_grad_norm={norm!r} must be a number > 0")
+        whole = isinstance(length, int) and not isinstance(length, bool)
+        need(length is None or whole, f"max_response_tokens={length!r} must be an integer")
+        drop = self.drop_zero_variance_groups
+        need(isinstance(drop, bool), f"drop_zero_variance_groups={drop!r} must be True or False")
         need(self.loss in LOSSES, f"loss={self.loss!r} is not one of {', '.join(LOSSES)}")
         need(
             self.kl_estimator in KL_ESTIMATORS,

@@ -3,16 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from workbench.errors import InvalidInputError
 from workbench.policy import Policy
-from workbench.types import Response
+from workbench.state.resident import ResidentState
+from workbench.types import Response, is_number
 
 Ids = Tensor | Sequence[int]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def entry_point(function: Function) -> Function:
+    """Keeps the caller's modes out of a public function of a policy.
+
+    The engine says itself where it builds a graph: under the caller's `no_grad` parts of it would be missing, and
+    tensors made under `inference_mode` could not be differentiated later. Autocast is refused: it would change dtypes
+    between operations that must repeat each other.
+    """
+
+    @wraps(function)
+    def run(policy: Policy, *args: Any, **options: Any) -> Any:
+        if not isinstance(policy, Policy):
+            raise InvalidInputError(f"policy is a {type(policy).__name__}; wrap the model: Policy(model)")
+        if any(torch.is_autocast_enabled(kind) for kind in {"cpu", policy.device.type}):
+            raise InvalidInputError(
+                f"{function.__name__} under torch.autocast: the model runs in its own dtype ({policy.dtype}); leave "
+                "the autocast context, or load the model in the dtype that is wanted"
+            )
+        with torch.inference_mode(False), torch.enable_grad():
+            return function(policy, *args, **options)
+
+    return cast(Function, run)
 
 
 def check_prompt(policy: Policy, prompt_ids: Ids) -> Tensor:
@@ -51,20 +78,30 @@ def check_end_ids(policy: Policy, end_ids: Ids) -> tuple[int, ...]:
     return tuple(ids.tolist())
 
 
+def check_resident_state(state: object) -> None:
+    if not isinstance(state, ResidentState):
+        raise InvalidInputError(f"state is a {type(state).__name__}; capture_prompt(policy, prompt_ids) makes one")
+
+
+def check_seed(seed: object) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise InvalidInputError(f"seed={seed!r} must be an integer of 64 bits")
+
+
 def check_positive(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidInputError(f"{name}={value!r} must be an integer >= 1")
 
 
 def check_temperature(temperature: float) -> None:
-    if not 0.0 < temperature < math.inf:
+    if not (is_number(temperature) and 0.0 < temperature < math.inf):
         raise InvalidInputError(f"temperature={temperature!r} must be a finite number > 0")
 
 
 def _as_ids(ids: Ids, what: str) -> Tensor:
     try:
-        tensor = torch.as_tensor(ids)
-    except (TypeError, ValueError, RuntimeError) as error:
+        tensor = torch.as_tensor(ids, device="cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InvalidInputError(f"{what} is not a sequence of token ids: {error}") from None
     if tensor.numel() == 0:
         tensor = tensor.to(torch.int64)

@@ -12,6 +12,7 @@ from torch import nn
 
 from workbench.architectures.base import replaced
 from workbench.errors import InvalidInputError
+from workbench.inputs import check_seed
 from workbench.policy import Policy
 
 DEMO_MODEL = "gemma3-270m"
@@ -46,16 +47,37 @@ def load_policy(
         raise InvalidInputError(f"adapter_scope={adapter_scope!r} is not implemented; only 'all' is")
     if quantization not in (None, "nf4"):
         raise InvalidInputError(f"quantization={quantization!r} is not one of None, 'nf4'")
+    check_seed(seed)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidInputError(f"dtype={dtype!r} is no floating-point torch.dtype, such as torch.bfloat16")
+    _check_device(device)
+    if lora is not None and isinstance(reference, str) and reference != "base":
+        raise InvalidInputError(
+            f"reference={reference!r} is not a loaded adapter; beside the fresh one there is only 'base'"
+        )
     if isinstance(source, nn.Module):
+        # refuses before the model is changed
+        Policy(
+            source,
+            reference=None if lora is not None else reference,
+            vocab_size=vocab_size,
+            max_positions=max_positions,
+        )
         if quantization is not None:
             raise InvalidInputError("quantization applies while weights are read; give a folder or hub id as source")
         model, tokenizer = source.to(device=device, dtype=dtype), None
     else:
         model, tokenizer = _read_model(source, quantization, dtype, device)
     if lora is not None:
-        Policy(model, vocab_size=vocab_size, max_positions=max_positions)  # refuses before the model is changed
         model = _with_lora(model, lora, seed)
     return Policy(model, tokenizer, reference=reference, vocab_size=vocab_size, max_positions=max_positions)
+
+
+def _check_device(device: str | torch.device | None) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise InvalidInputError(f"device={device!r} cannot be used here: {error}") from None
 
 
 def _read_model(
@@ -63,6 +85,8 @@ def _read_model(
 ) -> tuple[nn.Module, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if not isinstance(source, str | Path) or not str(source):
+        raise InvalidInputError(f"source={source!r} is neither a model nor a folder or hub id")
     if str(source) == DEMO_MODEL:
         from workbench.model_sources import gemma3_270m_path
 
@@ -121,7 +145,8 @@ def _untranslated_names() -> Iterator[None]:
     """PEFT reads gate_proj, up_proj and down_proj in a mixture-of-experts model as its routed experts.
 
     They were modules of that name in transformers 4. The dense and shared feed-forwards, which still are, would get no
-    adapter, without a word.
+    adapter, without a word. PeftModel.from_pretrained translates as well: reading a saved adapter back outside this
+    context drops their part, with a warning only (peft 0.21).
     """
     try:
         from peft.utils import transformers_weight_conversion as conversion

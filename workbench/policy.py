@@ -40,11 +40,14 @@ class Policy:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
+        if not isinstance(model, nn.Module):
+            raise UnsupportedModelError(f"a policy wraps a transformers or PEFT model, not a {type(model).__name__}")
         self._peft = _peft_model(model)
+        _require_differentiable_weights(model)
         self.adapter: Adapter = adapter_for(self._peft.get_base_model() if self._peft is not None else model)
         self.vocab_size = self._true_vocab_size(vocab_size)
-        if max_positions is not None and max_positions < 1:
-            raise InvalidInputError(f"max_positions={max_positions!r} must be >= 1")
+        if max_positions is not None and not _is_size(max_positions):
+            raise InvalidInputError(f"max_positions={max_positions!r} must be >= 1, a whole number")
         self.max_positions = self.adapter.max_positions if max_positions is None else max_positions
         self.state_key: object = object()
         self._adapter_name: str | None = None  # None: whatever adapter is active; "base": adapters off
@@ -109,6 +112,7 @@ class Policy:
         decoding: single-token kernels may be used; they need no gradient and need not repeat what replay computes.
         """
         with ExitStack() as stack:
+            _require_differentiable_weights(self.model)
             stack.enter_context(self.adapter.kernels(decoding=decoding))
             stack.enter_context(_evaluation_mode(self.model))
             stack.enter_context(_differentiable_quantized_layers(self.model))
@@ -120,15 +124,18 @@ class Policy:
     def _true_vocab_size(self, given: int | None) -> int:
         size = self.adapter.vocab_size if given is None else given
         columns = getattr(self.adapter.causal_lm.lm_head, "out_features", self.adapter.vocab_size)
-        if not 0 < size <= columns:
+        if not _is_size(size) or size > columns:
             raise InvalidInputError(f"vocab_size={given!r} must be between 1 and the head's {columns} columns")
         return size
 
     def _resolve_reference(self, reference: str | nn.Module | Policy | None) -> Policy | None:
-        if isinstance(reference, Policy):
-            return reference
         if isinstance(reference, nn.Module):
-            return Policy(reference, self.tokenizer, vocab_size=self.vocab_size, max_positions=self.max_positions)
+            reference = Policy(reference, self.tokenizer, vocab_size=self.vocab_size, max_positions=self.max_positions)
+        if isinstance(reference, Policy):
+            self._require_other_weights(reference)
+            return reference
+        if reference is not None and not isinstance(reference, str):
+            raise InvalidInputError(f"reference is a {type(reference).__name__}; give a name, a model or None")
         if self._peft is None:
             if reference is not None:
                 raise InvalidInputError(
@@ -136,12 +143,32 @@ class Policy:
                     "give a frozen copy of the model instead"
                 )
             return None
+        changed = [c.init_lora_weights for c in self._peft.peft_config.values() if _changes_base(c.init_lora_weights)]
+        if changed and reference in (None, "base"):
+            if reference is None:
+                return None
+            raise InvalidInputError(
+                f"reference='base': init_lora_weights={changed[0]!r} moved part of the base weights into the adapter, "
+                "so the base alone is not the model that training began with; give a frozen copy of that model"
+            )
         name = "base" if reference is None else reference
         if name != "base" and name not in self._peft.peft_config:
             raise InvalidInputError(
                 f"reference={name!r} is not a loaded adapter; loaded: {', '.join(self._peft.peft_config)} (or 'base')"
             )
         return self._view(name)
+
+    def _require_other_weights(self, reference: Policy) -> None:
+        own = {id(p) for _, p in self.trainable_parameters()}
+        if any(id(p) in own for p in reference.model.parameters()):
+            raise InvalidInputError(
+                "reference shares trainable parameters with the policy and would move with every step; give a frozen "
+                "copy (copy.deepcopy)"
+            )
+        if reference.vocab_size != self.vocab_size:
+            raise InvalidInputError(
+                f"reference has a vocabulary of {reference.vocab_size} ids, the policy one of {self.vocab_size}"
+            )
 
     def _view(self, adapter_name: str) -> Policy:
         """The same weights under another adapter selection, with resident states of its own."""
@@ -155,8 +182,9 @@ class Policy:
 
     def _current_fingerprint(self) -> tuple[Any, ...]:
         rewritten = _rewritten_by_forward(self.model)
-        versions = tuple((p._version, p.data_ptr()) for p in self.model.parameters() if id(p) not in rewritten)
-        return versions, _adapter_selection(self._peft)
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        versions = tuple((t._version, t.data_ptr()) for t in tensors if id(t) not in rewritten)
+        return versions, _adapter_selection(self.model)
 
 
 def _peft_model(model: nn.Module) -> Any:
@@ -167,15 +195,48 @@ def _peft_model(model: nn.Module) -> Any:
     kinds = {str(getattr(c.peft_type, "value", c.peft_type)) for c in configs.values()}
     if kinds != {"LORA"}:
         raise UnsupportedModelError(f"PEFT methods {sorted(kinds)} are not supported; only LORA is")
+    if any(getattr(c, "alora_invocation_tokens", None) for c in configs.values()):
+        raise UnsupportedModelError("alora_invocation_tokens: adapters that begin at certain tokens are not supported")
     return model
 
 
-def _adapter_selection(peft_model: Any) -> tuple[Any, ...]:
-    """Which adapters act on the model's forward: the active ones, and whether the caller has switched them off."""
-    if peft_model is None:
-        return ()
-    disabled = any(getattr(module, "disable_adapters", False) is True for module in peft_model.modules())
-    return tuple(peft_model.active_adapters), disabled
+def _changes_base(init_lora_weights: Any) -> bool:
+    """Initialisations that move part of the base weights into the adapter."""
+    known = ("pissa", "olora", "corda", "loftq", "lora_ga")
+    return isinstance(init_lora_weights, str) and init_lora_weights.lower().startswith(known)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _adapter_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(getattr(module, "merged_adapters", None), list)]
+
+
+def _require_differentiable_weights(model: nn.Module) -> None:
+    if any(layer.merged_adapters for layer in _adapter_layers(model)):
+        raise UnsupportedModelError(
+            "an adapter is merged into the base weights, where it takes no gradient and the base is no reference; "
+            "call unmerge_adapter() first, or merge_and_unload() and make a new Policy"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_inference() or parameter.is_meta:
+            kind = "on the meta device" if parameter.is_meta else "an inference tensor"
+            raise UnsupportedModelError(f"{name} is {kind}; load the model with weights, outside inference_mode")
+
+
+def _adapter_selection(model: nn.Module) -> tuple[Any, ...]:
+    """Which adapters act on the model's forward, how strongly, and whether the caller has switched them off."""
+    return tuple(
+        (
+            tuple(layer.active_adapters),
+            layer.disable_adapters,
+            tuple(layer.merged_adapters),
+            tuple(getattr(layer, "scaling", {}).items()),
+        )
+        for layer in _adapter_layers(model)
+    )
 
 
 def _rewritten_by_forward(model: nn.Module) -> set[int]:

@@ -22,7 +22,14 @@ from torch import Tensor
 from workbench.architectures import ChunkContext, ChunkOutput
 from workbench.capture import chunk_spans, forward_checked, keep_carry, keep_page
 from workbench.errors import NonFiniteError
-from workbench.inputs import Ids, check_positive, check_responses, check_temperature
+from workbench.inputs import (
+    Ids,
+    check_positive,
+    check_resident_state,
+    check_responses,
+    check_temperature,
+    entry_point,
+)
 from workbench.memory import NO_METER, MemoryMeter
 from workbench.ops.logprobs import token_logprobs
 from workbench.policy import Policy
@@ -35,6 +42,7 @@ from workbench.walk import CarryGradient, LiveSegment, Segment, run_segment, wal
 BLOCK_TOKENS = 2048
 
 
+@entry_point
 def score_responses(
     policy: Policy,
     state: ResidentState,
@@ -51,6 +59,7 @@ def score_responses(
     """
     check_positive("block_tokens", block_tokens)
     check_temperature(temperature)
+    check_resident_state(state)
     state.require_current(policy.state_key, policy.weight_version, allow_stale=allow_stale, purpose="score_responses")
     checked = check_responses(policy, state.positions + 1, responses)
     scores = []

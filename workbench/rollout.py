@@ -10,15 +10,23 @@ from torch import Tensor
 
 from workbench.architectures import ChunkContext, ChunkOutput
 from workbench.errors import InvalidInputError, NonFiniteError
-from workbench.inputs import check_end_ids, check_positive, check_temperature
+from workbench.inputs import (
+    check_end_ids,
+    check_positive,
+    check_resident_state,
+    check_seed,
+    check_temperature,
+    entry_point,
+)
 from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.state.pages import LayerState, NamedTensors, Page
 from workbench.state.placement import row_source
 from workbench.state.resident import Carry, ResidentState
-from workbench.types import Response, accumulation_dtype
+from workbench.types import Response, accumulation_dtype, is_number
 
 
+@entry_point
 def sample_responses(
     policy: Policy,
     state: ResidentState,
@@ -40,6 +48,9 @@ def sample_responses(
     seed: same seed, weights and state give the same responses. Raises InvalidInputError, StaleStateError,
     NonFiniteError.
     """
+    check_resident_state(state)
+    if seed is not None:
+        check_seed(seed)
     _check_sampling(policy, state, num_responses, max_new_tokens, temperature, top_p)
     state.require_current(policy.state_key, policy.weight_version, allow_stale=allow_stale, purpose="sample_responses")
     ends = () if eos_token_ids is None else check_end_ids(policy, eos_token_ids) or policy.eos_token_ids()
@@ -76,7 +87,7 @@ def _check_sampling(
     check_positive("num_responses", num_responses)
     check_positive("max_new_tokens", max_new_tokens)
     check_temperature(temperature)
-    if not 0.0 < top_p <= 1.0:
+    if not (is_number(top_p) and 0.0 < top_p <= 1.0):
         raise InvalidInputError(f"top_p={top_p!r} must be in (0, 1]")
     needed = state.positions + 1 + max_new_tokens
     if needed > policy.max_positions:
@@ -89,11 +100,15 @@ def _check_sampling(
 def _sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """One id per member, [G], and its log-probability at this temperature before top-p, [G]."""
     logprobs = torch.log_softmax(logits.to(accumulation_dtype(logits.dtype)) / temperature, dim=-1)
+    if torch.isnan(logprobs).any():
+        raise NonFiniteError(f"sampling at temperature {temperature}: logits divided by it are beyond {logprobs.dtype}")
     probabilities = logprobs.exp()
     if top_p < 1.0:
         ordered, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1) - ordered  # mass before each id: the first id is always kept
-        kept = ordered.masked_fill(before >= top_p, 0.0)
+        dropped = before >= top_p
+        dropped[..., 0] = False  # also where top_p is 0 in this dtype
+        kept = ordered.masked_fill(dropped, 0.0)
         probabilities = torch.zeros_like(probabilities).scatter_(-1, order, kept)
     chosen = torch.multinomial(probabilities, 1, generator=generator)
     return chosen[:, 0], logprobs.gather(-1, chosen)[:, 0]

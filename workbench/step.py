@@ -16,7 +16,7 @@ from torch import Tensor
 from workbench.advantages import Rewards, group_advantages, zero_variance_members
 from workbench.config import ObjectiveConfig
 from workbench.errors import InvalidInputError, NonFiniteError
-from workbench.inputs import Ids, check_positive, check_prompt, check_responses
+from workbench.inputs import Ids, check_positive, check_prompt, check_resident_state, check_responses
 from workbench.memory import MemoryMeter
 from workbench.objective import StepDenominators, TokenSums
 from workbench.policy import Policy
@@ -142,6 +142,10 @@ def _checked_old(old_logprobs: Sequence[Tensor] | None, responses: list[Tensor])
             raise InvalidInputError(
                 f"old_logprobs of response {member} have shape {tuple(values.shape)}, its ids {tuple(ids.shape)}"
             )
+        if not values.dtype.is_floating_point or values.is_meta:
+            raise InvalidInputError(
+                f"old_logprobs of response {member} have dtype {values.dtype} on {values.device}; give real numbers"
+            )
         bad = (~torch.isfinite(values)).nonzero()
         if bad.numel():
             raise NonFiniteError(
@@ -167,6 +171,8 @@ def check_options(
     check_positive("block_tokens", block_tokens)
     if comm is not None:
         raise InvalidInputError("comm: updates over several ranks are not implemented; leave comm=None")
+    if state is not None:
+        check_resident_state(state)
     if state is not None and chunk_tokens not in (CHUNK_TOKENS, state.chunk_tokens):
         raise InvalidInputError(
             f"chunk_tokens={chunk_tokens} reaches nothing: the given state has chunks of {state.chunk_tokens}"
@@ -178,9 +184,18 @@ def check_options(
     trainable = {id(p) for _, p in policy.trainable_parameters()}
     if not trainable:
         raise InvalidInputError("the policy has no trainable parameter: nothing requires a gradient")
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for _, p in policy.trainable_parameters()):
+        raise InvalidInputError(
+            "a parameter has a post-accumulate-grad hook: it would run once for every block and chunk, on parts of the "
+            "gradient; remove it, and use the gradient after the step"
+        )
     if optimizer is None:
         if objective.max_grad_norm is not None:
             raise InvalidInputError("max_grad_norm reaches nothing without an optimizer")
+    elif not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidInputError(
+            f"optimizer is {type(optimizer).__name__}; give a torch.optim.Optimizer whose step needs no closure"
+        )
     elif not trainable & {id(p) for group in optimizer.param_groups for p in group["params"]}:
         raise InvalidInputError("the optimizer holds none of the policy's trainable parameters")
     if objective.beta > 0.0 and policy.reference is None:
@@ -244,13 +259,13 @@ class GradientsOrNothing:
         return self
 
     def merge(self) -> None:
-        """Add the earlier gradients; from here on nothing can fail but the optimizer."""
+        """Add the earlier gradients; from here on only the optimizer can fail, and then they are put back."""
         for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
-        self._earlier = []
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None and self._earlier:
+        if kind is not None:
             for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
                 parameter.grad = earlier
+        self._earlier = []

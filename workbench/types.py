@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -94,6 +95,11 @@ class StepReport:
     counters: Mapping[str, Any]
     level: int = 1
     logprobs: tuple[Tensor, ...] = field(default=(), repr=False)
+
+
+def is_number(value: object) -> bool:
+    """A real number that is not NaN; no bool, text or tensor."""
+    return not isinstance(value, bool) and isinstance(value, Real) and value == value
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

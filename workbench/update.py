@@ -10,7 +10,7 @@ from torch import Tensor
 from workbench.capture import capture_prompt
 from workbench.config import ObjectiveConfig
 from workbench.errors import NonFiniteError
-from workbench.inputs import Ids
+from workbench.inputs import Ids, entry_point
 from workbench.memory import MemoryMeter
 from workbench.objective import aggregate_metrics, loss_and_coefficients
 from workbench.policy import Policy
@@ -36,6 +36,7 @@ DEFAULT_OBJECTIVE = ObjectiveConfig()
 COUNTED = ("choices_verified", "rows_on_host_bytes", "layers_staged", "bytes_staged")
 
 
+@entry_point
 def update_step(
     policy: Policy,
     prompt_ids: Ids,
@@ -75,7 +76,8 @@ def update_step(
     normalisers of a whole response are known before its backward, which is what lets blocks be walked in reverse for
     sequence-level losses too; when old_logprobs is None the old policy is the replayed one and is not scored apart.
 
-    On any error, Ctrl-C included, gradients are as they were before the call and the optimizer was not called.
+    On any error, Ctrl-C included, gradients are as they were before the call and the optimizer was not called (unless
+    the error is the optimizer's own).
     Raises InvalidInputError, StaleStateError, NonFiniteError, UnsupportedModelError.
     """
     # 1. Refuse what cannot work, before anything is computed

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from workbench.architectures.config_check import check_config
 from workbench.errors import NonFiniteError
 from workbench.ops.attention import AttentionMemo, AttentionPage
-from workbench.ops.logprobs import Head
+from workbench.ops.logprobs import Head, is_plain
 from workbench.ops.selected_attention import RowPage
 from workbench.ops.selection import fingerprint
 from workbench.state.pages import GradientPages, LayerState, NamedTensors, Page
@@ -242,8 +242,9 @@ class Adapter:
         Rows are added in place: autograd's own backward would allocate a vocabulary x hidden tensor for every chunk.
         """
         embedding = self.base.embed_tokens
-        if not isinstance(embedding, nn.Embedding) or embedding.max_norm or embedding.scale_grad_by_freq:
-            with torch.enable_grad():  # an adapter around it, or an option that autograd knows better
+        plain = isinstance(embedding, nn.Embedding) and is_plain(embedding)
+        if not plain or embedding.max_norm or embedding.scale_grad_by_freq:
+            with torch.enable_grad():  # an adapter or hook on it, or an option that autograd knows better
                 torch.autograd.backward(embedding(ids), gradient)
             return
         weight = embedding.weight

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.architectures.base import Adapter, ChunkRun, LayerView, noted_routing
+from workbench.errors import UnsupportedModelError
 from workbench.ops.attention import paged_attention
 from workbench.ops.selected_attention import selected_attention
 from workbench.ops.selection import stream_topk
@@ -82,6 +83,12 @@ class LatentSparseAdapter(Adapter):
         "seq_aux": "only read by the stock training loss",
     }
     required = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+
+    def __init__(self, causal_lm: Any) -> None:
+        super().__init__(causal_lm)
+        biased = [n for n, _ in self.base.named_parameters() if ".kv_b_proj." in n and n.endswith(".bias")]
+        if biased:  # such as PEFT's lora_bias; the absorbed form reads the projection as a matrix
+            raise UnsupportedModelError(f"{biased[0]}: a latent up-projection with a bias is not supported")
 
     def run_layer(self, index: int, hidden: Tensor, run: ChunkRun, *, state_only: bool = False) -> Tensor | None:
         layer, view = self.base.layers[index], run.view(index)

@@ -75,11 +75,25 @@ def backward_logprobs(
     block of rows builds and frees its own small graph, so nothing of it outlives this call.
     """
     gradient = torch.empty_like(hidden)
-    walk_rows = _through_linear if type(head.module) is nn.Linear else _through_module
+    plain = type(head.module) is nn.Linear and is_plain(head.module)
+    walk_rows = _through_linear if plain else _through_module
     blocks = (x.split(ROWS_AT_ONCE) for x in (hidden.detach(), targets, coefficients, gradient))
     for rows, wanted, weight, out in zip(*blocks, strict=True):
         out.copy_(walk_rows(head, rows, wanted, weight, temperature))
     return gradient
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module of one weight does what its class says: no hook on it or its weight, nothing reparametrised."""
+    weight = module._parameters.get("weight")
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+        getattr(weight, "_backward_hooks", None),
+    )
+    return weight is not None and not any(hooks) and "forward" not in vars(module)
 
 
 def _through_module(head: Head, rows: Tensor, targets: Tensor, weight: Tensor, temperature: float) -> Tensor:
