@@ -370,3 +370,37 @@ def test_sampling_options_at_the_edge(options, error, named):
     with nullcontext() if error is None else pytest.raises(error, match=named):
         responses = sample_responses(policy, state, 3, **{"max_new_tokens": 3, "seed": 0} | options)
         assert len({tuple(r.ids.tolist()) for r in responses}) == 1, "so sharp a distribution has one response"
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [{0: 1.0, 1: 0.0, 2: 0.0}, {1.0, 2.0, 3.0}, "100", b"100", iter([1.0, 0.0, 0.0])],
+    ids=["dict", "set", "str", "bytes", "iterator"],
+)
+def test_rewards_without_an_order_or_that_are_text(rewards):
+    with pytest.raises(InvalidInputError, match="rewards must be a list or tensor"):
+        group_advantages(rewards)
+
+
+@pytest.mark.parametrize("rewards", [torch.zeros(3, device="meta"), torch.zeros(3, dtype=torch.complex64)])
+def test_rewards_that_are_no_real_numbers(rewards):
+    with pytest.raises(InvalidInputError, match="rewards must be real numbers"):
+        group_advantages(rewards)
+
+
+def test_ids_that_are_no_plain_tensor():
+    with pytest.raises(
+        InvalidInputError, match=r"prompt_ids is a torch.sparse_coo torch.int64 tensor; give a plain one"
+    ):
+        capture_prompt(tiny_policy("llama"), torch.tensor([1, 2]).to_sparse())
+
+
+def test_a_reference_that_training_would_move_is_refused():
+    """Trained biases belong to the base model: with the adapter off they stay trained."""
+    model = tiny_model("llama", attention_bias=True)
+    policy = load_policy(model, lora={"r": 2, "bias": "all"})
+    step(policy)  # without a KL term nothing is wrong
+    with pytest.raises(InvalidInputError, match="bias outside the adapter is trained too"):
+        step(policy, objective=ObjectiveConfig(beta=0.1))
+    copy = Policy(policy.model, reference=tiny_model("llama", attention_bias=True))
+    step(copy, objective=ObjectiveConfig(beta=0.1))

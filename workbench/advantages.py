@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -85,7 +85,11 @@ def valid_rewards(rewards: Rewards) -> Tensor:
 
 def _as_rewards(rewards: Rewards) -> Tensor:
     """1-D float64 on the CPU, None as NaN."""
+    if isinstance(rewards, Mapping | Set | str | bytes | Iterator):
+        raise InvalidInputError(f"rewards must be a list or tensor, one per response, not a {type(rewards).__name__}")
     if isinstance(rewards, Tensor):
+        if rewards.is_meta or rewards.is_complex():
+            raise InvalidInputError(f"rewards must be real numbers; got {rewards.dtype} on {rewards.device}")
         values = rewards.detach().to("cpu", torch.float64)
     else:
         try:

@@ -100,9 +100,11 @@ def check_temperature(temperature: float) -> None:
 
 def _as_ids(ids: Ids, what: str) -> Tensor:
     try:
-        tensor = torch.as_tensor(ids, device="cpu")
+        tensor = ids.to("cpu") if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InvalidInputError(f"{what} is not a sequence of token ids: {error}") from None
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise InvalidInputError(f"{what} is a {tensor.layout} {tensor.dtype} tensor; give a plain one")
     if tensor.numel() == 0:
         tensor = tensor.to(torch.int64)
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:

@@ -88,6 +88,13 @@ class Policy:
     def dtype(self) -> torch.dtype:
         return self.adapter.base.norm.weight.dtype
 
+    def moving_base_parameters(self) -> list[str]:
+        """Trainable parameters that an adapter-off reference shares with the policy, so that it would move with it."""
+        if self._reference is None or self._reference._weights_of is not self:
+            return []
+        own = ("lora_", "modules_to_save", "trainable_tokens")
+        return [name for name, _ in self.trainable_parameters() if not any(part in name for part in own)]
+
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 

@@ -198,10 +198,22 @@ def check_options(
         )
     elif not trainable & {id(p) for group in optimizer.param_groups for p in group["params"]}:
         raise InvalidInputError("the optimizer holds none of the policy's trainable parameters")
-    if objective.beta > 0.0 and policy.reference is None:
+    _check_reference(policy, objective)
+
+
+def _check_reference(policy: Policy, objective: ObjectiveConfig) -> None:
+    if objective.beta == 0.0:
+        return
+    if policy.reference is None:
         raise InvalidInputError(
             f"beta={objective.beta} needs a reference: give Policy(..., reference=<a frozen copy>), or use a LoRA "
             "policy, whose base model is the reference"
+        )
+    moving = policy.moving_base_parameters()
+    if moving:
+        raise InvalidInputError(
+            f"beta={objective.beta}: the reference is the same model without the adapter, but {moving[0]} outside the "
+            "adapter is trained too, so the reference would move; freeze it, or give a frozen copy as reference"
         )
 
 

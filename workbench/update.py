@@ -224,7 +224,8 @@ def _finalize(
         optimizer.step()
         if policy.weight_version == version:  # it wrote through `.data`, which shows nowhere
             policy.note_weight_change()
-        optimizer.zero_grad(set_to_none=True)
+        for _, parameter in policy.trainable_parameters():  # also those that this optimizer does not hold
+            parameter.grad = None
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 

@@ -106,6 +106,8 @@ class Request:
             f"expert_parallel divides context_parallel (the same ranks hold both): {cp:,} / {ep:,} = {cp / ep:g}",
         )
         gpus = self.num_gpus
+        if gpus is not None:
+            _need_positive("num_gpus", gpus)
         _need(
             gpus is None or (gpus >= cp and gpus % cp == 0),
             f"num_gpus = context_parallel x replicas: {gpus} / {cp} = {(gpus or 0) / cp:g}, not a whole number >= 1",
