@@ -219,9 +219,10 @@ def test_references_that_are_no_reference():
 def test_models_without_usable_weights():
     with torch.inference_mode():
         made_there = tiny_model("llama")
-    for model, named in ((made_there, "an inference tensor"), (tiny_model("llama").to("meta"), "on the meta device")):
-        with pytest.raises(UnsupportedModelError, match=named):
-            Policy(model)
+    with pytest.raises(UnsupportedModelError, match="an inference tensor"):
+        Policy(made_there)
+    with pytest.raises(UnsupportedModelError, match="capture_prompt: the model is on the meta device"):
+        capture_prompt(Policy(tiny_model("llama").to("meta")), [3, 4, 5])
     with pytest.raises(UnsupportedModelError, match="not a NoneType"):
         Policy(None)  # type: ignore[arg-type]
 

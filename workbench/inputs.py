@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from workbench.errors import InvalidInputError
+from workbench.errors import InvalidInputError, UnsupportedModelError
 from workbench.policy import Policy
 from workbench.state.resident import ResidentState
 from workbench.types import Response, is_number
@@ -31,6 +31,8 @@ def entry_point(function: Function) -> Function:
     def run(policy: Policy, *args: Any, **options: Any) -> Any:
         if not isinstance(policy, Policy):
             raise InvalidInputError(f"policy is a {type(policy).__name__}; wrap the model: Policy(model)")
+        if policy.device.type == "meta":  # the planner's study of shapes may hold such a policy, no work can
+            raise UnsupportedModelError(f"{function.__name__}: the model is on the meta device; load it with weights")
         if any(torch.is_autocast_enabled(kind) for kind in {"cpu", policy.device.type}):
             raise InvalidInputError(
                 f"{function.__name__} under torch.autocast: the model runs in its own dtype ({policy.dtype}); leave "

@@ -228,9 +228,8 @@ def _require_differentiable_weights(model: nn.Module) -> None:
             "call unmerge_adapter() first, or merge_and_unload() and make a new Policy"
         )
     for name, parameter in model.named_parameters():
-        if parameter.is_inference() or parameter.is_meta:
-            kind = "on the meta device" if parameter.is_meta else "an inference tensor"
-            raise UnsupportedModelError(f"{name} is {kind}; load the model with weights, outside inference_mode")
+        if parameter.is_inference():
+            raise UnsupportedModelError(f"{name} is an inference tensor; load the model outside inference_mode")
 
 
 def _adapter_selection(model: nn.Module) -> tuple[Any, ...]:
