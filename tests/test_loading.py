@@ -280,3 +280,8 @@ def test_weights_that_bitsandbytes_has_repacked_are_refused(tmp_path):
     layer.weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(UnsupportedModelError, match="has repacked 4-bit weights"):
         capture_prompt(policy, PROMPT)
+
+
+def test_a_source_that_cannot_be_read_says_what_it_could_have_been(tmp_path):
+    with pytest.raises(InvalidInputError, match=r"no readable model folder.*not 'gemma3-270m'"):
+        load_policy(tmp_path)

@@ -95,7 +95,13 @@ def _read_model(
     if quantization is not None:
         options["quantization_config"] = _nf4(dtype)
         options["device_map"] = device or "cpu"
-    model = AutoModelForCausalLM.from_pretrained(source, **options)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, **options)
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(
+            f"source={str(source)!r} is no readable model folder, no hub id that can be reached from here, and not "
+            f"{DEMO_MODEL!r}: {str(error).splitlines()[0]}"
+        ) from error
     if quantization is None and device is not None:
         model = model.to(device)
     return model.eval(), AutoTokenizer.from_pretrained(source)

@@ -72,18 +72,21 @@ Tally = Counter[str]
 class StepReport:
     """What one `update_step` did and what it cost.
 
-    loss: objective value of the whole step, in the units of `ObjectiveConfig.loss`.
+    loss: objective value of the whole step, in the units of `ObjectiveConfig.loss`. On-policy every ratio is 1 and
+        advantages sum to 0, so it is near 0 by construction: watch rewards and the gradient norm instead.
     gradient_scope: the scope that ran.
     weight_version: the policy's weight version after the step.
     seconds: wall time by stage.
     memory: bytes; "peak_bytes" is the peak of live tensor bytes above those live at the start of the step,
-        then each ledger's own peak ("rows", "carry", "gradient_pages", "graph", "logits", ...), and
-        "stage_peak_bytes": {stage: peak above the start}.
+        a state handed in is alive at the start, one captured by the step is not; then each ledger's own peak ("rows",
+        "carry", "gradient_pages", "graph", "logits", ...), and "stage_peak_bytes": {stage: peak above the start}.
     metrics: statistics of ratios, advantages, entropy and KL; "notes" holds remarks in words.
     counters: what ran (chunks captured, blocks replayed, prompt chunks walked, graphs alive at most, ...).
         choices_verified: selections of keys or experts that were made again and found the same; rows_on_host_bytes:
         of the prompt with placement="host"; layers_staged, bytes_staged: copies of rows to the device.
-    level: highest evidence level this call itself checked (1 = executed); see `workbench.validation`.
+    level: highest evidence level this call itself checked: 1 executed (all a step can say), 2 its forward equals the
+        model's, 3 ranks agree, 4 its gradient is the full one. A run's record says which checks ran and what they
+        measured.
     """
 
     loss: float

@@ -252,7 +252,10 @@ def _notes(shape: ModelShape, request: Request, calibration: Calibration | None,
         if request.weights == "nf4" and request.quantize_experts:
             notes.append("expert tensors counted as NF4; a quantiser of nn.Linear alone leaves them in 16 bits")
     if request.context_parallel > 1:
-        notes.append("context parallel: chunk tokens, rows and carry heads are split over ranks, weights are not")
+        notes.append(
+            "context parallel: chunk tokens, rows and carry heads are split over ranks, weights are not; "
+            "a plan only: this engine runs one process"
+        )
     if calibration is not None and cover == "no":
         notes.append(f"the calibration of {calibration.model_type} does not cover this model or training; not used")
     return notes

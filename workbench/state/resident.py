@@ -139,7 +139,8 @@ class ResidentState:
         if not allow_stale and self._weight_version != weight_version:
             raise StaleStateError(
                 f"{purpose}: the resident state was captured at weight version {self._weight_version}, the policy is "
-                f"at {weight_version}; capture the prompt again, or pass allow_stale=True where the call offers it"
+                f"at {weight_version}; capture the prompt again (allow_stale=True lets scoring, sampling "
+                "and response_only steps use it, and no other scope)"
             )
 
     def __repr__(self) -> str:
