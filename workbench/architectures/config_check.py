@@ -27,6 +27,23 @@ BASE_FIELDS = frozenset(PreTrainedConfig().to_dict()) | {
     "experts_implementation",
 }
 
+# Every family's decoder honours these.
+DECODER_FIELDS = frozenset(
+    {
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_parameters",
+        "attention_bias",
+    }
+)
+
 # Frequencies of these do not depend on the length seen so far, so a chunk rotates as the whole sequence would.
 STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from workbench.architectures.base import Adapter, ChunkRun
+from workbench.architectures.config_check import DECODER_FIELDS
 from workbench.architectures.stock_attention import ATTENTION_NAME, run_stock_layer
 
 
@@ -13,23 +14,10 @@ class DenseAdapter(Adapter):
 
     model_types = ("llama", "qwen3")
     attention_name = ATTENTION_NAME
-    handled = frozenset(
-        {
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "hidden_act",
-            "max_position_embeddings",
-            "rms_norm_eps",
-            "rope_parameters",
-            "attention_bias",
-            "mlp_bias",
-        }
-    )
+    handled = DECODER_FIELDS | {
+        "hidden_act",
+        "mlp_bias",
+    }
     ignored = {
         "attention_dropout": "dropout is off in every pass",
         "pretraining_tp": "not read by transformers 5",

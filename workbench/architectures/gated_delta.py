@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from torch import Tensor
 
 from workbench.architectures.base import Adapter, ChunkRun, replaced
+from workbench.architectures.config_check import DECODER_FIELDS
 from workbench.architectures.stock_attention import ATTENTION_NAME, run_stock_layer
 from workbench.ops.gated_delta import chunk_gated_delta_rule
 
@@ -23,36 +24,23 @@ class GatedDeltaAdapter(Adapter):
 
     model_types = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
     attention_name = ATTENTION_NAME
-    handled = frozenset(
-        {
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "hidden_act",
-            "max_position_embeddings",
-            "rms_norm_eps",
-            "rope_parameters",
-            "partial_rotary_factor",
-            "attention_bias",
-            "linear_conv_kernel_dim",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-            "linear_num_key_heads",
-            "linear_num_value_heads",
-            "layer_types",
-            "decoder_sparse_step",
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-            "num_experts_per_tok",
-            "num_experts",
-            "norm_topk_prob",
-            "mlp_only_layers",
-        }
-    )
+    handled = DECODER_FIELDS | {
+        "hidden_act",
+        "partial_rotary_factor",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "layer_types",
+        "decoder_sparse_step",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "num_experts_per_tok",
+        "num_experts",
+        "norm_topk_prob",
+        "mlp_only_layers",
+    }
     ignored = {
         "attention_dropout": "dropout is off in every pass",
         "full_attention_interval": "already expanded into layer_types",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from workbench.architectures.base import Adapter, ChunkRun
+from workbench.architectures.config_check import DECODER_FIELDS
 from workbench.architectures.stock_attention import ATTENTION_NAME, run_stock_layer
 from workbench.ops.logprobs import Head
 
@@ -17,26 +18,13 @@ class Gemma3Adapter(Adapter):
 
     model_types = ("gemma3_text",)
     attention_name = ATTENTION_NAME
-    handled = frozenset(
-        {
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "hidden_activation",
-            "max_position_embeddings",
-            "rms_norm_eps",
-            "rope_parameters",
-            "attention_bias",
-            "query_pre_attn_scalar",
-            "sliding_window",
-            "layer_types",
-            "final_logit_softcapping",
-        }
-    )
+    handled = DECODER_FIELDS | {
+        "hidden_activation",
+        "query_pre_attn_scalar",
+        "sliding_window",
+        "layer_types",
+        "final_logit_softcapping",
+    }
     ignored = {
         "attention_dropout": "dropout is off in every pass",
         "sliding_window_pattern": "already expanded into layer_types",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.architectures.base import Adapter, ChunkRun, LayerView, noted_routing
+from workbench.architectures.config_check import DECODER_FIELDS
 from workbench.errors import UnsupportedModelError
 from workbench.ops.attention import paged_attention
 from workbench.ops.selected_attention import selected_attention
@@ -32,41 +33,28 @@ class LatentSparseAdapter(Adapter):
     """
 
     model_types = ("glm_moe_dsa", "deepseek_v32")
-    handled = frozenset(
-        {
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "moe_intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "n_shared_experts",
-            "n_routed_experts",
-            "routed_scaling_factor",
-            "kv_lora_rank",
-            "q_lora_rank",
-            "qk_rope_head_dim",
-            "v_head_dim",
-            "qk_nope_head_dim",
-            "qk_head_dim",
-            "n_group",
-            "topk_group",
-            "num_experts_per_tok",
-            "norm_topk_prob",
-            "hidden_act",
-            "max_position_embeddings",
-            "rms_norm_eps",
-            "rope_parameters",
-            "mlp_layer_types",
-            "attention_bias",
-            "index_topk",
-            "index_head_dim",
-            "index_n_heads",
-            "head_dim",
-            "indexer_types",
-        }
-    )
+    handled = DECODER_FIELDS | {
+        "moe_intermediate_size",
+        "n_shared_experts",
+        "n_routed_experts",
+        "routed_scaling_factor",
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "qk_nope_head_dim",
+        "qk_head_dim",
+        "n_group",
+        "topk_group",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+        "hidden_act",
+        "mlp_layer_types",
+        "index_topk",
+        "index_head_dim",
+        "index_n_heads",
+        "indexer_types",
+    }
     ignored = {
         "attention_dropout": "dropout is off in every pass",
         "output_router_logits": "only read by the stock training loss",
