@@ -24,6 +24,7 @@ from workbench import (
     capture_prompt,
     group_advantages,
     load_policy,
+    plan,
     sample_responses,
     score_responses,
     update_step,
@@ -405,3 +406,14 @@ def test_a_reference_that_training_would_move_is_refused():
         step(policy, objective=ObjectiveConfig(beta=0.1))
     copy = Policy(policy.model, reference=tiny_model("llama", attention_bias=True))
     step(copy, objective=ObjectiveConfig(beta=0.1))
+
+
+@pytest.mark.parametrize("gpu", [None, 5])
+def test_a_gpu_that_is_no_name(gpu):
+    with pytest.raises(InvalidInputError, match="neither a name of the catalogue nor a Gpu"):
+        plan("Qwen3-8B", gpu, positions=4096, group_size=2, response_tokens=64)
+
+
+def test_positions_beyond_any_machine_are_refused():
+    with pytest.raises(InvalidInputError, match=r"positions=.* must be"):
+        plan("Qwen3-8B", "H200-SXM", positions=2**200, group_size=2, response_tokens=64)

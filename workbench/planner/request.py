@@ -195,8 +195,12 @@ def _need(ok: bool, message: str) -> None:
         raise InvalidInputError(f"plan: {message}")
 
 
+LARGEST = 2**48  # beyond any machine, and small enough for bytes and operations to stay exact
+
+
 def _need_positive(name: str, value: object) -> None:
-    _need(isinstance(value, int) and not isinstance(value, bool) and value >= 1, f"{name}={value!r} must be >= 1")
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    _need(whole and 1 <= value <= LARGEST, f"{name}={value!r} must be >= 1 and at most 2**48")  # type: ignore[operator]
 
 
 def _need_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -87,6 +87,8 @@ def find_gpu(gpu: str | Gpu) -> Gpu:
     """A catalogue entry by name or alias, or the record itself. Raises InvalidInputError with the near matches."""
     if isinstance(gpu, Gpu):
         return gpu
+    if not isinstance(gpu, str):
+        raise InvalidInputError(f"gpu={gpu!r} is neither a name of the catalogue nor a Gpu")
     if _plain(gpu) == _plain(THIS_MACHINE):
         return this_machine()
     name, entry = _find("gpus", gpu)
