@@ -13,6 +13,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +32,7 @@ FAST = [Case("hybrid", 1024, 2), Case("hybrid", 1024, 8), Case("hybrid", 4096, 2
 LONG = [Case("hybrid", 16384, 2), Case("hybrid", 16384, 8), Case("small-hybrid", 65536, 2)]
 DENSE = [Case("dense", 2048, 8)]
 TOO_LARGE = {"serial", "batched", "TRL", "batched + checkpointing", "TRL + checkpointing", "serial + checkpointing"}
-GRADIENT_BOUND = 5e-6  # relative L2 from the serial mode, float32; measured 3e-7 to 1e-6
+GRADIENT_BOUND = 5e-6  # relative L2 from the serial mode, float32; measured at most 1.9e-6
 
 
 def skipped(mode: str, case: Case) -> str | None:
@@ -88,17 +89,17 @@ def spawn(mode: str, case: Case, meter: Path | None, gradient: Path | None = Non
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def check_gradients(modes: list[str], family: str, folder: Path) -> dict[str, float]:
+def check_gradients(modes: list[str], family: str) -> dict[str, float]:
     """Relative L2 of every exact mode's gradient from the serial mode's, on a small case."""
     case = Case(family, 300, 3)
     truth: dict[str, Tensor] | None = None
     errors: dict[str, float] = {}
     for mode in modes:
-        file = folder / "gradient.pt"
-        result = spawn(mode, case, None, file)
-        if "error" in result:
-            continue
-        found = torch.load(file)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "gradient.pt"
+            if "error" in spawn(mode, case, None, file):
+                continue
+            found = torch.load(file)
         truth = truth or found
         difference = sum(float((found[n] - truth[n]).double().square().sum()) for n in truth)
         norm = sum(float(g.double().square().sum()) for g in truth.values())
@@ -127,7 +128,7 @@ def run_all(cases: list[Case], modes: list[str], repeats: int, out: Path) -> dic
     meter = compiled_meter()
     record: dict[str, Any] = {"provenance": provenance(), "repeats": repeats, "cases": []}
     record["gradient_relative_l2"] = {
-        family: check_gradients(modes, family, out.parent) for family in dict.fromkeys(c.family for c in cases)
+        family: check_gradients(modes, family) for family in dict.fromkeys(c.family for c in cases)
     }
     for case in cases:
         runs: dict[str, list[dict[str, Any]]] = {m: [] for m in modes if skipped(m, case) is None}
