@@ -133,6 +133,12 @@ _GATED_DELTA_NET: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 _LATENT_SPARSE: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_key_value_heads": 4,
@@ -169,24 +175,15 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
         _GATED_DELTA_NET
+        | _EXPERTS
         | {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 24,
             "decoder_sparse_step": 2,  # dense and mixture layers alternate
         },
     ),
     "qwen3_5_moe": (
         "Qwen3_5MoeTextConfig",
         "Qwen3_5MoeForCausalLM",
-        _GATED_DELTA_NET
-        | {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 24,
-        },
+        _GATED_DELTA_NET | _EXPERTS,
     ),
     "glm_moe_dsa": (
         "GlmMoeDsaConfig",

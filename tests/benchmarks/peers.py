@@ -73,7 +73,7 @@ def batched_checkpointed(model: Any, prompt: Tensor, responses: list[Tensor], ad
 
 def trl(model: Any, prompt: Tensor, responses: list[Tensor], advantages: list[float]) -> None:
     """TRL's GRPOTrainer: its own log-prob path, with the group as one batch."""
-    trainer = _trl_trainer(model)
+    trainer = model.trl_trainer  # built by prepare_trl before the step: its cost is not measured
     ids = torch.stack([torch.cat([prompt, response]) for response in responses])
     targets = torch.stack(responses)
     logprobs = trainer._get_per_token_logps_and_entropies(
@@ -88,12 +88,8 @@ def trl_checkpointed(model: Any, prompt: Tensor, responses: list[Tensor], advant
     trl(model, prompt, responses, advantages)
 
 
-def _trl_trainer(model: Any) -> Any:
-    """A GRPOTrainer around the model; built before the step, its cost is not measured (`prepare`)."""
-    return model.trl_trainer
-
-
 def prepare_trl(model: Any) -> None:
+    """Put a GRPOTrainer around the model, kept as model.trl_trainer."""
     import tempfile
 
     from datasets import Dataset
