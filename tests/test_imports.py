@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # front door (`from workbench import update_step`), which only what stands to its right may use.
 LAYERS = (
     "errors types config",
-    "comm progress ops advantages objective memory planner records",
+    "comm progress ops advantages objective memory planner records recordings",
     "state architectures parallel",
     "policy inputs model_sources loading",
     "capture walk replay prompt_gradient rollout step",
@@ -26,7 +26,7 @@ LAYERS = (
 )
 ORDER = [part for layer in LAYERS for part in layer.split()]
 RANK = {part: rank for rank, part in enumerate(ORDER)}
-WIDGETS_MAY_IMPORT = {"types", "config", "planner", "records"}
+WIDGETS_MAY_IMPORT = {"types", "config", "errors", "planner", "records", "recordings"}
 # Modules of workbench/architectures that know no family. Every other module there is one; only __init__ knows several.
 SHARED_ARCHITECTURE_MODULES = {"base", "config_check", "stock_attention"}
 
