@@ -29,7 +29,7 @@ def test_a_recording_survives_its_file(tmp_path):
         ({"kind": "reech"}, "kind 'reech'"),
         ({"origin": "guessed"}, "origin 'guessed'"),
         ({"rows": []}, "no rows"),
-        ({"rows": [{"model": "a"}]}, "row 0: missing columns"),
+        ({"rows": [{"model": "a"}]}, "row 0: missing"),
         ({"rows": [ROWS[0] | {"colour": 1}]}, "unknown \\['colour'\\]"),
     ],
 )

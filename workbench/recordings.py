@@ -44,7 +44,9 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     # One row: one sample of live bytes in one stage of one step, by ledger; mode as above.
     "timeline": ("model", "mode", "scope", "stage", "seconds", "ledger", "live_bytes", "graphs_alive"),
     # One row: one prompt length that completed on a machine, with the peak of the step above the weights.
-    "reach": ("model", "scope", "prompt_tokens", "group_size", "response_tokens", "peak_bytes", "floor_bytes", "step_seconds"),
+    "reach": (
+        "model", "scope", "prompt_tokens", "group_size", "response_tokens", "peak_bytes", "floor_bytes", "step_seconds",
+    ),
     # One row: one mode of one benchmark case.
     "performance": (
         "family", "mode", "prompt_tokens", "group_size", "response_tokens", "cpu_seconds", "cpu_seconds_min",
@@ -77,7 +79,7 @@ class Recording:
             if set(row) != expected:
                 missing, unknown = sorted(expected - set(row)), sorted(set(row) - expected)
                 raise InvalidInputError(
-                    f"recording {self.title!r} ({self.kind}), row {number}: missing columns {missing}, unknown {unknown}"
+                    f"recording {self.title!r} ({self.kind}), row {number}: missing {missing}, unknown {unknown}"
                 )
 
     def select(self, **equal: Any) -> list[Mapping[str, Any]]:
@@ -115,7 +117,7 @@ def save_recording(
 
 
 def load_recording(path: Path) -> Recording:
-    """Reads one recording. Raises InvalidInputError, naming the file, if it is missing, damaged or of another format."""
+    """Reads one recording. Raises InvalidInputError, naming the file, if it is missing, damaged or another format."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
