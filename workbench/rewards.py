@@ -1,7 +1,8 @@
 """Rewards by TRL's reward-function signature: functions written for TRL's GRPOTrainer run unchanged.
 
 A function is called as `f(prompts=, completions=, completion_ids=, trainer_state=, log_extra=, log_metric=, **columns)`
-with lists of one entry per completion, and returns one number or None for each. Coroutine functions are awaited together. The total is TRL's: the weighted sum of what is neither None nor NaN.
+with lists of one entry per completion, and returns one number or None for each. Coroutine functions are awaited
+together. The total is that of TRL: the weighted sum of what is neither None nor NaN.
 """
 
 from __future__ import annotations
