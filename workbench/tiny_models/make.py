@@ -23,7 +23,7 @@ from workbench.tiny_models.training import Training, TrainingStep
 RECORD_FILE = "training.json"
 _CURVE_STEPS = 10  # the record holds means over this many steps
 SAMPLED_TOKENS = 1024
-_STANDARD_CASES = (("needle", 1), ("multi_key", 8))
+_MANY_NEEDLES = 32
 
 Measure = Callable[[Policy], list[Accuracy]]
 
@@ -39,17 +39,18 @@ class MadeModel:
 
 
 def measure_standard(
-    policy: Policy, *, prompt_tokens: Sequence[int] = (512, 1024, 2048, 4096), num_tasks: int = 40
+    policy: Policy, *, prompt_tokens: Sequence[int] = (512, 1024, 2048, 4096), num_tasks: int = 10
 ) -> list[Accuracy]:
-    """The figures that every bundled model is described by: one needle, and one of eight."""
+    """The figures that every bundled model is described by: a single fact, one of eight, and one of many.
+
+    One of eight at every length; groups are sampled at SAMPLED_TOKENS, or at the first length if that is not given.
+    """
+    at = SAMPLED_TOKENS if SAMPLED_TOKENS in prompt_tokens else prompt_tokens[0]
     return [
-        found
-        for kind, needles in _STANDARD_CASES
-        for found in measure(
-            policy, kind=kind, num_needles=needles, prompt_tokens=prompt_tokens, num_tasks=num_tasks,
-            sampled_tokens=SAMPLED_TOKENS,
-        )
-    ]  # fmt: skip
+        *measure(policy, kind="needle", prompt_tokens=[at], num_tasks=num_tasks),
+        *measure(policy, prompt_tokens=prompt_tokens, num_tasks=num_tasks, sampled_tokens=at),
+        *measure(policy, prompt_tokens=[at], num_tasks=num_tasks, num_needles=_MANY_NEEDLES, sampled_tokens=at),
+    ]
 
 
 def make_model(recipe: Recipe, folder: Path | None = None, *, measuring: Measure = measure_standard) -> MadeModel:
@@ -117,7 +118,9 @@ def _save(made: MadeModel, recipe: Recipe, folder: Path) -> None:
             "provenance": provenance(),
         }
         write_record(work / RECORD_FILE, record)
-        work.chmod(0o755)  # mkdtemp's 0700 would hide it from others
+        work.chmod(0o755)  # mkdtemp's 0700, and safetensors' 0600, would hide it from others
+        for file in work.iterdir():
+            file.chmod(0o644)
         work.rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -13,22 +13,21 @@ import torch
 from torch import Tensor
 
 from workbench.tasks import words
+from workbench.tiny_models.recipes import Recipe
 
 # The first sequences are the easiest: few keys and values, each value right behind its key. Retrieval is learned there
 # in about 80 steps. From all keys and values, or from the needle's sentence, the model still named just any value that
 # it had seen after 220 steps twice as large.
 _EASY_TOKENS, _EASY_KEYS, _EASY_VALUES = 64, words.KEYS[:24], words.VALUES[:12]
-_MIXED_TOKENS = 128  # up to this length every form is used, beyond it the sentence alone
 _EASY_FORM = "{key} {value}"
 _FORMS = (_EASY_FORM, "{key} is {value}", "")  # "": the sentence
-_DIALOGUE_SHARE = 0.4  # of sequences of sentences: the form of the task itself
 
 
 class Practice:
     """Draws sequences of any length; the same generator state gives the same sequences."""
 
-    def __init__(self, tokenizer: Any, text: str, max_pairs: int) -> None:
-        self.max_pairs = max_pairs
+    def __init__(self, tokenizer: Any, text: str, recipe: Recipe) -> None:
+        self.recipe = recipe
         self.eos = tokenizer.eos_token_id
         left_out = {tokenizer.unk_token_id, *tokenizer.convert_tokens_to_ids([*words.KEYS, *words.VALUES])}
         self.filler = [token for token in tokenizer.encode(text) if token not in left_out]
@@ -45,14 +44,14 @@ class Practice:
         form = self._form(rng, tokens)
         context = int(tokens * rng.uniform(0.35, 0.75))
         fact_tokens = len(self.ids(_filled(form, "bird", "red")))
-        pairs = rng.randint(2, max(2, min(self.max_pairs, 2 + tokens // 16, context // (fact_tokens + 2))))
+        pairs = rng.randint(2, max(2, min(self.recipe.max_pairs, 2 + tokens // 16, context // (fact_tokens + 2))))
         easy = tokens <= _EASY_TOKENS
         keys = rng.sample(_EASY_KEYS if easy else words.KEYS, pairs)
         values = rng.sample(_EASY_VALUES if easy else words.VALUES, pairs)
         facts = [self.ids(_filled(form, key, value)) for key, value in zip(keys, values, strict=True)]
         ids = self._hidden(rng, facts, context)
         counted = [False] * len(ids)
-        dialogue = not form and rng.random() < _DIALOGUE_SHARE
+        dialogue = not form and rng.random() < self.recipe.dialogue_share
         while len(ids) < tokens + 1:
             at = rng.randrange(pairs)
             if dialogue:  # the form of the task itself, and its answer with the end mark
@@ -65,12 +64,11 @@ class Practice:
                 counted += [place == at_value for place in range(len(facts[at]))]
         return ids[: tokens + 1], counted[: tokens + 1]
 
-    @staticmethod
-    def _form(rng: Random, tokens: int) -> str:
+    def _form(self, rng: Random, tokens: int) -> str:
         """One of the short forms, or "" for the sentence."""
         if tokens <= _EASY_TOKENS:
             return _EASY_FORM
-        return rng.choice(_FORMS) if tokens <= _MIXED_TOKENS else ""
+        return rng.choice(_FORMS) if tokens <= self.recipe.mixed_tokens else ""
 
     def _hidden(self, rng: Random, facts: list[list[int]], context: int) -> list[int]:
         noise = max(0, context - sum(map(len, facts)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ class Recipe:
     max_steps: optimizer steps of the curriculum at most; it ends earlier when the last length is learned.
     start_tokens, final_tokens: sequence length, doubled whenever the accuracy of ten steps passes `pass_accuracy`.
     batch_tokens: tokens of a step. max_pairs: keys hidden in one sequence, at most.
+    mixed_tokens: up to this length sequences take every form, beyond it the needle's sentence alone.
+    dialogue_share: of the sequences made of sentences, those that ask and answer in the form of the task itself.
+    cooldown_steps: steps of cooldown_tokens afterwards, with the learning rate falling to 0.
     index_steps: steps of teaching the sparse-attention index afterwards, then sparse_steps with its selection in use.
     """
 
@@ -32,17 +35,21 @@ class Recipe:
     learning_rate: float = 3e-3
     warmup_steps: int = 50
     start_tokens: int = 64
-    final_tokens: int = 2048
+    final_tokens: int = 512
     batch_tokens: int = 2048
     pass_accuracy: float = 0.9
     max_pairs: int = 24
+    mixed_tokens: int = 128
+    dialogue_share: float = 0.4
+    cooldown_steps: int = 0
+    cooldown_tokens: int = 1024
     index_steps: int = 0
     sparse_steps: int = 0
 
     @property
     def total_steps(self) -> int:
         """At most this many, over all stages."""
-        return self.max_steps + self.index_steps + self.sparse_steps
+        return self.max_steps + self.cooldown_steps + self.index_steps + self.sparse_steps
 
     def build(self) -> Any:
         """The model with its initial weights, float32, which depend on the seed only."""
@@ -81,8 +88,9 @@ HYBRID = Recipe(
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
     },
-    max_steps=1200,
+    max_steps=340,
 )
+HYBRID_HALF = replace(HYBRID, name="tiny-hybrid-half", max_steps=320)
 GLM_DSA = Recipe(
     name="tiny-glm-dsa",
     config_class="GlmMoeDsaConfig",
@@ -107,11 +115,12 @@ GLM_DSA = Recipe(
         "n_shared_experts": 1,
         "moe_intermediate_size": 96,
     },
-    max_steps=1500,
+    max_steps=600,
+    cooldown_steps=70,
     index_steps=120,
     sparse_steps=40,
 )
-RECIPES = {recipe.name: recipe for recipe in (HYBRID, GLM_DSA)}
+RECIPES = {recipe.name: recipe for recipe in (HYBRID, HYBRID_HALF, GLM_DSA)}
 
 
 def find_recipe(name: str) -> Recipe:

@@ -22,12 +22,17 @@ from workbench.tiny_models.recipes import Recipe
 from workbench.tiny_models.vocabulary import build_tokenizer
 
 _BETAS, _WEIGHT_DECAY, _MAX_GRAD_NORM = (0.9, 0.95), 0.01, 1.0
+_LEAST_SEQUENCES = 4  # of a batch
+_SPARSE_RATE = 0.1  # of the learning rate, once the selection is in use
 _WINDOW_STEPS = 10  # accuracy is judged over this many steps
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """One optimizer step: accuracy is over the values asked for, 0..1."""
+    """One optimizer step. accuracy: over the values asked for, 0..1; in the stage "index" instead the share of the
+
+    attention that falls on selected keys.
+    """
 
     stage: str
     step: int
@@ -47,7 +52,7 @@ class Training:
         text = library_text()
         self.tokenizer = build_tokenizer(text)
         self.model = self.recipe.build()
-        self._practice = Practice(self.tokenizer, text, self.recipe.max_pairs)
+        self._practice = Practice(self.tokenizer, text, self.recipe)
         self._rng = Random(self.recipe.seed)
         self._kernels = Policy(self.model).adapter.kernels
         self._is_value = torch.zeros(self.recipe.fields["vocab_size"], dtype=torch.bool)
@@ -55,7 +60,7 @@ class Training:
         self._started = time.process_time()
 
     def steps(self) -> Iterator[TrainingStep]:
-        """The curriculum; then, for sparse attention, its index and some steps with the selection in use."""
+        """Curriculum and cooldown; then, for sparse attention, its index and some steps with the selection in use."""
         recipe = self.recipe
         optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=recipe.learning_rate, betas=_BETAS, weight_decay=_WEIGHT_DECAY
@@ -71,14 +76,21 @@ class Training:
                 if tokens >= recipe.final_tokens:
                     break
                 tokens, window = 2 * tokens, deque(maxlen=_WINDOW_STEPS)
-        yield from self._index_steps(tokens)
+        for step in range(recipe.cooldown_steps):
+            rate = recipe.learning_rate * (1 - step / recipe.cooldown_steps)
+            with dense_selection(self.model):
+                yield self._step(optimizer, rate, "cooldown", step, recipe.cooldown_tokens)
+        yield from self._index_steps()
         for step in range(recipe.sparse_steps):
-            yield self._step(optimizer, recipe.learning_rate / 10, "sparse", step, recipe.final_tokens)
+            rate = _SPARSE_RATE * recipe.learning_rate * (1 - step / recipe.sparse_steps)
+            yield self._step(optimizer, rate, "sparse", step, recipe.cooldown_tokens)
 
     def _step(self, optimizer: Any, rate: float, stage: str, step: int, tokens: int) -> TrainingStep:
         for group in optimizer.param_groups:
             group["lr"] = rate
-        ids, targets, counted = self._practice.batch(self._rng, max(4, self.recipe.batch_tokens // tokens), tokens)
+        ids, targets, counted = self._practice.batch(
+            self._rng, max(_LEAST_SEQUENCES, self.recipe.batch_tokens // tokens), tokens
+        )
         with self._kernels(decoding=False):
             hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
             logits, right = self.model.lm_head(hidden[counted]), targets[counted]
@@ -91,12 +103,11 @@ class Training:
         accuracy = (logits.argmax(-1) == right)[values].float().mean()
         return TrainingStep(stage, step, tokens, loss.item(), accuracy.item(), self._cpu_seconds())
 
-    def _index_steps(self, tokens: int) -> Iterator[TrainingStep]:
-        if not self.recipe.index_steps:
-            return
-        batches = (self._practice.batch(self._rng, 4, min(tokens, 1024)) for _ in range(self.recipe.index_steps))
-        for step, (loss, recall) in enumerate(teach_index(self.model, batches)):
-            yield TrainingStep("index", step, min(tokens, 1024), loss, recall, self._cpu_seconds())
+    def _index_steps(self) -> Iterator[TrainingStep]:
+        tokens = self.recipe.cooldown_tokens
+        batches = (self._practice.batch(self._rng, _LEAST_SEQUENCES, tokens) for _ in range(self.recipe.index_steps))
+        for step, (loss, mass) in enumerate(teach_index(self.model, batches)):
+            yield TrainingStep("index", step, tokens, loss, mass, self._cpu_seconds())
 
     def _cpu_seconds(self) -> float:
         return round(time.process_time() - self._started, 1)
