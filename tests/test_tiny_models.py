@@ -61,7 +61,9 @@ def test_half_trained_models_have_room_to_improve(name: str):
         assert 0.2 <= sampled[case]["sampled"] <= 0.6
         assert sampled[case]["varied_groups"] >= 0.3
     policy = load_policy(name)
-    (found,) = measure(policy, prompt_tokens=[1024], answer_styles=["token"], num_tasks=6, sampled_tokens=1024, seed=8)
+    (found,) = measure(
+        policy, prompt_tokens=[1024], answer_styles=["sentence"], num_tasks=6, sampled_tokens=1024, seed=8
+    )
     assert found.sampled is not None
     assert 0.05 < found.sampled < 0.8
     assert found.varied_groups is not None
@@ -137,7 +139,13 @@ def test_dense_selection_is_ordinary_attention():
 
 def short(name: str) -> Any:
     return dataclasses.replace(
-        RECIPES[name], max_steps=3, index_steps=2, sparse_steps=1, batch_tokens=256, final_tokens=128
+        RECIPES[name],
+        max_steps=3,
+        cooldown_steps=1,
+        cooldown_tokens=90,
+        index_steps=2,
+        sparse_steps=1,
+        batch_tokens=256,
     )
 
 
@@ -146,7 +154,7 @@ def test_training_repeats_bitwise_and_teaches_the_index():
     before = {name: parameter.clone() for name, parameter in runs[0].model.named_parameters()}
     steps = [[dataclasses.replace(step, cpu_seconds=0.0) for step in run.steps()] for run in runs]
     assert steps[0] == steps[1]
-    assert [step.stage for step in steps[0]] == ["curriculum"] * 3 + ["index"] * 2 + ["sparse"]
+    assert [step.stage for step in steps[0]] == ["curriculum"] * 3 + ["cooldown"] + ["index"] * 2 + ["sparse"]
     for (name, one), other in zip(runs[0].model.named_parameters(), runs[1].model.parameters(), strict=True):
         assert torch.equal(one, other), name
     moved = {name for name, parameter in runs[0].model.named_parameters() if not torch.equal(parameter, before[name])}

@@ -42,6 +42,7 @@ class TinyModelParameters(BaseModel):
         return replace(
             recipe,
             max_steps=min(most, recipe.max_steps),
+            cooldown_steps=min(most, recipe.cooldown_steps),
             index_steps=min(most, recipe.index_steps),
             sparse_steps=min(most, recipe.sparse_steps),
         )
