@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -75,8 +76,12 @@ def library_task(tokenizer: Any, prompt_tokens: int) -> DocumentTask:
     return DocumentTask(prompt_ids, question, _answer(), document_tokens)
 
 
+@cache
 def library_text() -> str:
-    """The whole reference: signatures and docstrings, the same for the same Python version and platform."""
+    """The whole reference: signatures and docstrings, the same throughout a process.
+
+    Between processes one entry can differ: the default of `logging.shutdown` lists the handlers that exist by then.
+    """
     return "".join(_library_entries())
 
 
