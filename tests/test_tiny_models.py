@@ -138,14 +138,9 @@ def test_dense_selection_is_ordinary_attention():
 
 
 def short(name: str) -> Any:
+    sparse = {"index_steps": 2, "sparse_steps": 1} if name == "tiny-glm-dsa" else {}
     return dataclasses.replace(
-        RECIPES[name],
-        max_steps=3,
-        cooldown_steps=1,
-        cooldown_tokens=90,
-        index_steps=2,
-        sparse_steps=1,
-        batch_tokens=256,
+        RECIPES[name], max_steps=3, cooldown_steps=1, cooldown_tokens=90, batch_tokens=256, **sparse
     )
 
 
