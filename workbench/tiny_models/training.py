@@ -104,6 +104,8 @@ class Training:
         return TrainingStep(stage, step, tokens, loss.item(), accuracy.item(), self._cpu_seconds())
 
     def _index_steps(self) -> Iterator[TrainingStep]:
+        if not self.recipe.index_steps:
+            return
         tokens = self.recipe.cooldown_tokens
         batches = (self._practice.batch(self._rng, _LEAST_SEQUENCES, tokens) for _ in range(self.recipe.index_steps))
         for step, (loss, mass) in enumerate(teach_index(self.model, batches)):
