@@ -17,7 +17,7 @@ LAYERS = (
     "comm progress ops advantages objective memory planner records recordings",
     "state architectures parallel",
     "policy inputs model_sources loading",
-    "capture walk replay prompt_gradient rollout step",
+    "capture walk replay prompt_gradient rollout step budget walk_checkpoint",
     "drift",
     "update train calibration",
     "validation",
