@@ -177,7 +177,9 @@ def test_a_page_without_a_sink_changes_nothing_else():
     assert set(everything) - set(some) == {f"page {i} d{kind}" for i in (0, 2) for kind in ("key", "value")}
     assert not any(name.startswith("page") for name in nothing)
     for less in (some, nothing):
-        assert all(torch.equal(less[name], everything[name]) for name in less)
+        same = [name for name in less if name != "dquery"]  # that one comes from three products instead of five
+        assert all(torch.equal(less[name], everything[name]) for name in same)
+        assert worst_error({"dquery": less["dquery"]}, {"dquery": everything["dquery"]}) < FLOAT64
 
 
 @pytest.mark.parametrize("size", [1e-3, 30.0, 1000.0])

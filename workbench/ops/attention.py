@@ -24,6 +24,10 @@ from workbench.types import accumulation_dtype
 
 GradientSink = Callable[[Tensor, Tensor], None]
 
+# Measured on one AVX-512 core, 4 heads of 64: 20 to 25 % less time than the flash kernel's whole backward; 512 rows at a
+# time are slower than it.
+ROWS_OF_QUERY_GRADIENT = 128
+
 
 @dataclass
 class AttentionMemo:
@@ -126,6 +130,9 @@ class _PagedAttention(torch.autograd.Function):
         grad_key = grad_value = None
         # masks are planned again rather than kept: they are as large as the scores
         for part in _plan_parts(query, key, *ctx.plan):
+            if part.page is not None and part.page.sink is None:  # nobody wants this page's dK and dV
+                grad_query += _part_query_gradient(grad_out, query, out, lse, part, ctx.scaling)
+                continue
             dq, dk, dv = _part_backward(grad_out, query, key, value, out, lse, part, ctx.scaling)
             grad_query += dq
             if part.page is None:
@@ -289,6 +296,36 @@ def _part_backward(
     grad_out, query, out, lse = (_fold_members(x) for x in (grad_out, query, out, lse))
     dq, dk, dv = _kernel_backward(grad_out, query, key, value, out, lse, False, _fold_mask(part.mask, batch), scaling)
     return _unfold_members(dq, batch), dk, dv
+
+
+def _part_query_gradient(
+    grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, part: _Part, scaling: float
+) -> Tensor:
+    """dQ [B, Hq, T, D] alone, of a page whose rows take no gradient: three products instead of five.
+
+    ROWS_OF_QUERY_GRADIENT rows at a time, so that scores stay in the cache; query heads that share a key head, and
+    members, are more queries of one problem. In the accumulation dtype.
+    """
+    assert part.page is not None
+    dtype, heads = accumulation_dtype(query.dtype), part.page.key.shape[1]
+
+    def fold(x: Tensor) -> Tensor:
+        """[B, Hq, T, W] -> [Hkv, B * groups * T, W]"""
+        return x.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 3).to(dtype)
+
+    queries, grad = fold(query), fold(grad_out)
+    negative_lse = -fold(lse[..., None])
+    negative_delta = -(grad * fold(out)).sum(dim=-1, keepdim=True)
+    mask = None if part.mask is None else fold(part.mask.expand(query.shape[0], query.shape[1], -1, -1))
+    result = torch.zeros_like(queries)
+    for first in range(0, part.page.key.shape[2], ROWS_OF_QUERY_GRADIENT):
+        rows = slice(first, first + ROWS_OF_QUERY_GRADIENT)
+        keys, values = part.page.key[0, :, rows].to(dtype), part.page.value[0, :, rows].to(dtype)
+        scores = torch.baddbmm(negative_lse, queries, keys.transpose(1, 2), alpha=scaling)
+        probabilities = (scores if mask is None else scores.add_(mask[..., rows])).exp_()
+        dscores = torch.baddbmm(negative_delta, grad, values.transpose(1, 2)).mul_(probabilities)
+        result.baddbmm_(dscores, keys, alpha=scaling)
+    return result.unflatten(1, (query.shape[0], -1, query.shape[2])).transpose(0, 1).flatten(1, 2)
 
 
 def _has_flash_kernel(query: Tensor) -> bool:
