@@ -52,10 +52,23 @@ def _triangular_solve(matrix: Shape, right: Shape, *_: Any, **__: Any) -> int:
     return math.prod(right[:-2]) * matrix[-1] ** 2 * right[-1]
 
 
+def _product_into(_: Shape, left: Shape, right: Shape, *__: Any, **___: Any) -> int:
+    """addmm_ and baddbmm_, which torch counts out of place only."""
+    return 2 * math.prod(left) * right[-1]
+
+
+def _convolution_backward(grad_out: Shape, given: Shape, weight: Shape, *_: Any, **__: Any) -> int:
+    """Gradients of the input and of the weight, a forward each. torch's own count forgets the groups."""
+    return 2 * 2 * math.prod(grad_out) * math.prod(weight[1:])
+
+
 CPU_OPERATORS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
     aten.linalg_solve_triangular: _triangular_solve,
+    aten.addmm_: _product_into,
+    aten.baddbmm_: _product_into,
+    aten.convolution_backward: _convolution_backward,
 }
 
 

@@ -20,13 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.ops import attention_kernels as kernels
 from workbench.types import accumulation_dtype
 
 GradientSink = Callable[[Tensor, Tensor], None]
-
-# Measured on one AVX-512 core, 4 heads of 64: 20 to 25 % less time than the flash kernel's whole backward; 512 rows at a
-# time are slower than it.
-ROWS_OF_QUERY_GRADIENT = 128
 
 
 @dataclass
@@ -131,7 +128,8 @@ class _PagedAttention(torch.autograd.Function):
         # masks are planned again rather than kept: they are as large as the scores
         for part in _plan_parts(query, key, *ctx.plan):
             if part.page is not None and part.page.sink is None:  # nobody wants this page's dK and dV
-                grad_query += _part_query_gradient(grad_out, query, out, lse, part, ctx.scaling)
+                rows = part.page.key, part.page.value
+                grad_query += kernels.query_gradient(grad_out, query, *rows, out, lse, part.mask, ctx.scaling)
                 continue
             dq, dk, dv = _part_backward(grad_out, query, key, value, out, lse, part, ctx.scaling)
             grad_query += dq
@@ -267,7 +265,7 @@ def _part_forward(query: Tensor, key: Tensor, value: Tensor, part: _Part, scalin
     batch, dtype = query.shape[0], accumulation_dtype(query.dtype)
     fold = batch > 1 and key.shape[0] == 1
     q, mask = (_fold_members(query), _fold_mask(part.mask, batch)) if fold else (query, part.mask)
-    out, lse = _kernel_forward(q, key, value, part.causal, mask, scaling)
+    out, lse = kernels.forward(q, key, value, part.causal, mask, scaling)
     if fold:
         out, lse = _unfold_members(out, batch), _unfold_members(lse, batch)
     out, lse = out.to(dtype), lse.to(dtype)
@@ -292,99 +290,7 @@ def _part_backward(
     batch = query.shape[0]
     fold = batch > 1 and key.shape[0] == 1
     if not fold:
-        return _kernel_backward(grad_out, query, key, value, out, lse, part.causal, part.mask, scaling)
+        return kernels.backward(grad_out, query, key, value, out, lse, part.causal, part.mask, scaling)
     grad_out, query, out, lse = (_fold_members(x) for x in (grad_out, query, out, lse))
-    dq, dk, dv = _kernel_backward(grad_out, query, key, value, out, lse, False, _fold_mask(part.mask, batch), scaling)
+    dq, dk, dv = kernels.backward(grad_out, query, key, value, out, lse, False, _fold_mask(part.mask, batch), scaling)
     return _unfold_members(dq, batch), dk, dv
-
-
-def _part_query_gradient(
-    grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, part: _Part, scaling: float
-) -> Tensor:
-    """dQ [B, Hq, T, D] alone, of a page whose rows take no gradient: three products instead of five.
-
-    ROWS_OF_QUERY_GRADIENT rows at a time, so that scores stay in the cache; query heads that share a key head, and
-    members, are more queries of one problem. In the accumulation dtype.
-    """
-    assert part.page is not None
-    dtype, heads = accumulation_dtype(query.dtype), part.page.key.shape[1]
-
-    def fold(x: Tensor) -> Tensor:
-        """[B, Hq, T, W] -> [Hkv, B * groups * T, W]"""
-        return x.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 3).to(dtype)
-
-    queries, grad = fold(query), fold(grad_out)
-    negative_lse = -fold(lse[..., None])
-    negative_delta = -(grad * fold(out)).sum(dim=-1, keepdim=True)
-    mask = None if part.mask is None else fold(part.mask.expand(query.shape[0], query.shape[1], -1, -1))
-    result = torch.zeros_like(queries)
-    for first in range(0, part.page.key.shape[2], ROWS_OF_QUERY_GRADIENT):
-        rows = slice(first, first + ROWS_OF_QUERY_GRADIENT)
-        keys, values = part.page.key[0, :, rows].to(dtype), part.page.value[0, :, rows].to(dtype)
-        scores = torch.baddbmm(negative_lse, queries, keys.transpose(1, 2), alpha=scaling)
-        probabilities = (scores if mask is None else scores.add_(mask[..., rows])).exp_()
-        dscores = torch.baddbmm(negative_delta, grad, values.transpose(1, 2)).mul_(probabilities)
-        result.baddbmm_(dscores, keys, alpha=scaling)
-    return result.unflatten(1, (query.shape[0], -1, query.shape[2])).transpose(0, 1).flatten(1, 2)
-
-
-def _has_flash_kernel(query: Tensor) -> bool:
-    """torch's CPU flash kernel returns the log-sum-exp and takes masks; elsewhere plain matrix products serve."""
-    return query.device.type == "cpu"
-
-
-def _kernel_forward(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scaling: float
-) -> tuple[Tensor, Tensor]:
-    if _has_flash_kernel(query):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=mask, scale=scaling
-        )
-    scores = _scores(query, key, causal, mask, scaling)
-    lse = torch.logsumexp(scores, dim=-1)
-    probabilities = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    return (probabilities @ _grouped(value, query).to(probabilities.dtype)), lse
-
-
-def _kernel_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if _has_flash_kernel(query):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scaling
-        )
-    scores = _scores(query, key, causal, mask, scaling)
-    probabilities = torch.exp(scores - lse[..., None])
-    dtype = probabilities.dtype
-    grad, keys, values = grad_out.to(dtype), _grouped(key, query).to(dtype), _grouped(value, query).to(dtype)
-    delta = (grad * out.to(dtype)).sum(dim=-1, keepdim=True)
-    dscores = probabilities * (grad @ values.transpose(-1, -2) - delta) * scaling
-    dq = dscores @ keys
-    dk = _sum_groups(dscores.transpose(-1, -2) @ query.to(dtype), key)
-    dv = _sum_groups(probabilities.transpose(-1, -2) @ grad, value)
-    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
-
-
-def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scaling: float) -> Tensor:
-    scores = (query @ _grouped(key, query).transpose(-1, -2)).to(accumulation_dtype(query.dtype)) * scaling
-    if causal:
-        tokens = query.shape[2]
-        hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu_(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    return scores if mask is None else scores + mask
-
-
-def _grouped(rows: Tensor, query: Tensor) -> Tensor:
-    return rows.repeat_interleave(query.shape[1] // rows.shape[1], dim=1)
-
-
-def _sum_groups(grad: Tensor, rows: Tensor) -> Tensor:
-    return grad.unflatten(1, (rows.shape[1], -1)).sum(dim=2)

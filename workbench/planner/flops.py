@@ -162,12 +162,16 @@ def _backward_share(request: Request) -> float:
 
 
 def _replay(shape: ModelShape, request: Request) -> Work:
-    """Forward over all blocks, all but the last again with a graph, backward over all; the head is part of it."""
+    """Forward over all blocks, all but the last again with a graph, backward over all.
+
+    The head runs twice, for the log-probs and, a few rows at a time, for their gradient.
+    """
     tokens, first = request.response_tokens, request.resident_tokens
     again = 1.0 - 1.0 / request.num_blocks
-    dense = tokens * (dense_flops_per_token(shape) + head_flops_per_token(shape))
+    dense, head = tokens * dense_flops_per_token(shape), tokens * head_flops_per_token(shape)
     attention = attention_flops(shape, first, first + tokens)
     one = dense * (1.0 + again + _backward_share(request)) + attention * (1.0 + again + ATTENTION_BACKWARD)
+    one += head * (2.0 + INPUT_GRADIENT + (WEIGHT_GRADIENT if request.training == "full" else 0.0))
     one -= (ATTENTION_BACKWARD - QUERY_GRADIENT) * _rows_without_gradient(shape, request)
     passes = request.group_size * (3 * request.num_blocks - 1)
     resident = row_bytes_per_token(shape, request.compute_bytes) * request.rank_tokens(first)
@@ -176,12 +180,27 @@ def _replay(shape: ModelShape, request: Request) -> Work:
     return Work(request.group_size * one, segments, passes * weight_bytes(shape, request), link)
 
 
+def _pair_flops(layers: tuple[Layer, ...]) -> int:
+    """Forward operations of one (query, key) pair in softmax attention without a window."""
+    mixers = [layer.mixer for layer in layers]
+    return sum(4 * m.query_width for m in mixers if isinstance(m, Attention) and m.window is None)
+
+
 def _rows_without_gradient(shape: ModelShape, request: Request) -> int:
-    """Attention of one response over prompt rows that the scope gives no gradient (softmax attention, no window)."""
+    """Attention of one response over prompt rows that the scope gives no gradient."""
     walked = sum(request.chunk_length(index) for index in request.walked_chunks)
-    pairs = request.response_tokens * (request.resident_tokens - walked)
-    mixers = [(layer.mixer, count) for layer, count in shape.groups]
-    return sum(4 * m.query_width * pairs * n for m, n in mixers if isinstance(m, Attention) and m.window is None)
+    return request.response_tokens * (request.resident_tokens - walked) * _pair_flops(shape.layers)
+
+
+def _walked_over_unwalked(shape: ModelShape, request: Request) -> int:
+    """The same of the walked chunks over earlier chunks that are not walked; the last layer has no attention there."""
+    walked, unwalked, pairs = set(request.walked_chunks), 0, 0
+    for index in range(request.num_chunks):
+        if index in walked:
+            pairs += request.chunk_length(index) * unwalked
+        else:
+            unwalked += request.chunk_length(index)
+    return pairs * _pair_flops(shape.layers[:-1])
 
 
 def _prompt_gradient(shape: ModelShape, request: Request) -> Work:
@@ -201,6 +220,7 @@ def _prompt_gradient(shape: ModelShape, request: Request) -> Work:
     again = 2.0 if request.rebuilds_layers else 1.0
     flops += again * tokens * (prompt_flops_per_token(shape) - prompt_flops_per_token(shape, queries=False))
     flops += attention * (1.0 + ATTENTION_BACKWARD)
+    flops -= (ATTENTION_BACKWARD - QUERY_GRADIENT) * _walked_over_unwalked(shape, request)
     reads = 2 * len(chunks) * weight_bytes(shape, request)
     return Work(flops, len(chunks), reads, _staged_bytes(shape, request, chunks, both_ways=True))
 
