@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 def attention_pairs(query: Shape, key: Shape, causal: bool) -> int:
-    """(query, key) pairs that are computed, over batch and query heads; causal: of equal lengths, the lower triangle."""
+    """(query, key) pairs that are computed, over batch and query heads; causal: the lower triangle of equal length."""
     tokens, rows = query[-2], key[-2]
     pairs = tokens * (tokens + 1) // 2 if causal else tokens * rows
     return math.prod(query[:-2]) * pairs

@@ -22,7 +22,8 @@ LAYERS = (
     "update train calibration",
     "validation",
     "workbench",
-    "documents publish figures studies plan_study plan_figures architecture_study architecture_figures performance_study performance_figures run",
+    "documents publish figures studies plan_study plan_figures architecture_study architecture_figures "
+    "performance_study performance_figures run",
 )
 ORDER = [part for layer in LAYERS for part in layer.split()]
 RANK = {part: rank for rank, part in enumerate(ORDER)}

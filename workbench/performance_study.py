@@ -1,4 +1,4 @@
-"""What notebooks/70_performance.ipynb does between its prose: recorded benchmark rows, targets, and a small re-measure."""
+"""What notebooks/70_performance.ipynb does between its prose: recorded rows, targets, a small measurement."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def reach_rows(recording: Recording) -> list[list[Any]]:
 class Target:
     """One figure that was asked for. value: from the rows; None where a run it needs was not recorded.
 
-    at_most: the value asked for is an upper bound, else a lower one. reason: found by profiling, shown if it is not met.
+    at_most: the value asked for is an upper bound, else a lower one. reason: found by profiling, shown if it is missed.
     """
 
     name: str
@@ -124,8 +124,8 @@ def _short(value: float) -> str:
 
 
 SHARE_REASON = (
-    "a core here multiplies large float32 matrices at over 100 GFLOP/s, twice the rate of the machine that the target was "
-    "set on; products of 64 x 64 matrices in the recurrence, and what is not a product, do not follow"
+    "a core here multiplies large float32 matrices at over 100 GFLOP/s, twice the rate of the machine that the target "
+    "was set on; products of 64 x 64 matrices in the recurrence, and what is not a product, do not follow"
 )
 STATE_REASON = "one chunk's layer inputs and one layer's graph, whatever P is, outweigh rows and gradients that short"
 
@@ -178,9 +178,7 @@ class _Finder:
     def __call__(
         self, family: str, mode: str, prompt_tokens: int, group_size: int, figure: Callable[[Row], float]
     ) -> float | None:
-        found = self._recording.select(
-            family=family, mode=mode, prompt_tokens=prompt_tokens, group_size=group_size
-        )
+        found = self._recording.select(family=family, mode=mode, prompt_tokens=prompt_tokens, group_size=group_size)
         return figure(found[0]) if found else None
 
     def ratio(self, mode: str, other: str, prompt_tokens: int, group_size: int, column: str) -> float | None:
@@ -216,8 +214,10 @@ def measure_again(parameters: PerformanceParameters) -> list[dict[str, Any]]:
     for tokens in parameters.measure_prompt_tokens:
         prompt = torch.randint(3, 101, (tokens,), generator=draw)
         responses = [torch.randint(3, 101, (16,), generator=draw) for _ in range(parameters.measure_group_size)]
-        for scope in ("full", "response_only"):
-            rows.append({"scope": scope, "prompt_tokens": tokens} | _one_step(policy, prompt, responses, scope))
+        rows += [
+            {"scope": scope, "prompt_tokens": tokens} | _one_step(policy, prompt, responses, scope)
+            for scope in ("full", "response_only")
+        ]
     return rows
 
 
@@ -250,6 +250,8 @@ def performance_results(
         "seed": parameters.seed,
         "evidence": {"level": 1, "checks": [{"level": 1, "what": "executed", "passed": True}]},
         "settings": parameters.model_dump(),
-        "targets": {target.name: {"asked": target.asked, "measured": target.value, "met": target.met} for target in found},
+        "targets": {
+            target.name: {"asked": target.asked, "measured": target.value, "met": target.met} for target in found
+        },
         "measured_again": list(measured),
     }

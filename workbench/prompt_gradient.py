@@ -78,8 +78,8 @@ def walk_prompt(
     """Walk the planned prompt chunks from last to first, adding parameter gradients; returns the starts walked.
 
     gradients: what the responses left for the prompt's rows, consumed page by page. carry_gradient: gradient of the
-    carry where the walk begins, summed over the group. A chunk that is not walked passes nothing on. One chunk's graph is
-    alive at a time. The policy must be active.
+    carry where the walk begins, summed over the group. A chunk that is not walked passes nothing on. One chunk's graph
+    is alive at a time. The policy must be active.
     stop_at: walk only chunks before this position, where an interrupted walk had come to.
     release: free the state's pages and carries as the walk passes them; the state is of no other use afterwards.
     after_chunk: called with the start of every chunk that was passed and the gradient of the carry there.

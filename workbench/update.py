@@ -77,8 +77,8 @@ def update_step(
         checkpoint_layers. A given state keeps the placement it was captured with.
     old_logprobs: per response, [R] log-probs of the policy that sampled; default: the current policy's own, so that
         every ratio is exactly 1.
-    memory_budget: bytes, or text such as "40GB": chunk_tokens, block_tokens, checkpoint_layers and placement are chosen so
-        that the step's peak above its start stays below it (budget.py); naming one of them as well is an error.
+    memory_budget: bytes, or text such as "40GB": chunk_tokens, block_tokens, checkpoint_layers and placement are chosen
+        so that the step's peak above its start stays below it (budget.py); naming one of them as well is an error.
     walk_checkpoint: a folder, or WalkCheckpoint(folder, every_chunks): the prompt walk is saved between chunks, and the
         same call goes on from there after an interruption (walk_checkpoint.py).
     optimizer: called once, then gradients are set to None. Without it gradients stay in `.grad`; a second call adds.

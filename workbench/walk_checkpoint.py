@@ -2,9 +2,9 @@
 
 With `update_step(..., walk_checkpoint=folder)` the step writes, after the replay and then every few chunks of the walk,
 everything that capturing the prompt again cannot give back: parameter gradients so far, the gradient pages and the
-carry gradient that are still to be walked, and what the replay reported. The same call with the same inputs goes on from
-there; the prompt is captured again, the responses are not replayed again. On the same machine and number of threads the
-gradient is bitwise that of an uninterrupted step.
+carry gradient that are still to be walked, and what the replay reported. The same call with the same inputs goes on
+from there; the prompt is captured again, the responses are not replayed again. On the same machine and number of
+threads the gradient is bitwise that of an uninterrupted step.
 
 Two files: tensors in `walk-<position>.pt`, and `walk.json`, which names that file with its SHA-256 and the
 identity of the step. The second replaces its predecessor at once, so there is always one whole checkpoint. Both are

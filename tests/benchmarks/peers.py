@@ -212,7 +212,11 @@ def shared_prefix_checkpointed(model: Any, prompt: Tensor, responses: list[Tenso
 
 def prefix_grouper(model: Any, prompt: Tensor, responses: list[Tensor], advantages: list[float]) -> None:
     """The prompt and all responses as one row; attention splits it (its own code, over torch's fused attention)."""
-    grouper, count, length = model.prefix_grouper(len(prompt), [len(r) for r in responses]), len(prompt), len(responses[0])
+    grouper, count, length = (
+        model.prefix_grouper(len(prompt), [len(r) for r in responses]),
+        len(prompt),
+        len(responses[0]),
+    )
     ids = torch.cat([prompt, *responses])[None]
     suffix = torch.arange(count, count + length)
     positions = torch.cat([torch.arange(count), *[suffix] * len(responses)])[None]
@@ -242,8 +246,8 @@ def prepare_prefix_grouper(model: Any) -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, _: Any, *, prefix_grouper: PrefixGrouper, scaling: float,
-        **__: Any,
+        module: Any, query: Tensor, key: Tensor, value: Tensor, _: Any, *, prefix_grouper: PrefixGrouper,
+        scaling: float, **__: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """What its own registration does for FlashAttention, which takes a mask of padding (none here) and is causal
         from the lower right."""

@@ -1,9 +1,9 @@
 """Time and peak memory of one GRPO step, this repository against its peers: `python -m tests.benchmarks.step`.
 
 One process per mode and repeat, one thread, modes interleaved (A B C, A B C, ...), so that a slow phase of the machine
-hits all alike. Time is process CPU seconds of the step (on CUDA: between events). Memory is the peak heap above what was
-live before the step, the parameters' gradients left out (they are allocated before the mark). Operations are counted in
-runs of their own. On small cases first: every mode must leave the same gradient. Runs of one mode spread by 10 to 20 %:
+hits all alike. Time is process CPU seconds of the step (on CUDA: between events). Memory is the peak heap above what
+was live before the step, the parameters' gradients left out (they are allocated before the mark). Operations are counted
+in runs of their own. On small cases first: every mode must leave the same gradient. Runs of one mode spread by 10 to 20 %:
 a ratio below 1.2 is not resolved by one pair. A mode that takes longer than `--repeat-below` seconds runs once.
 
 TRL and PrefixGrouper are used where they are installed (`pip install trl prefix-grouper==0.0.1.post1`). keys_values is
@@ -206,7 +206,9 @@ def main() -> None:
     for case in cases:
         new = measured_rows(children, case, options.modes, options, errors[case.family])
         names = {(str(case), r["mode"]) for r in new}
-        rows = [r for r in rows if (str(Case(r["family"], r["prompt_tokens"], r["group_size"])), r["mode"]) not in names]
+        rows = [
+            r for r in rows if (str(Case(r["family"], r["prompt_tokens"], r["group_size"])), r["mode"]) not in names
+        ]
         rows += new
         print_rows(case, new, options.modes)
         save_recording(  # whatever happens next, this case is kept

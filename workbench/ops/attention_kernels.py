@@ -3,8 +3,8 @@
 Three kernels, chosen by capability (`kernel_of`), with the same meaning:
 
 - "cpu flash": the fused kernel that torch ships for the CPU; takes masks.
-- "cuda flash": FlashAttention-2 as torch ships it, half precision, no mask. It returns the log-sum-exp, and its backward
-  takes any output and log-sum-exp, the merged ones here, as torch's own ring attention uses it
+- "cuda flash": FlashAttention-2 as torch ships it, half precision, no mask. It returns the log-sum-exp, and its
+  backward takes any output and log-sum-exp, the merged ones here, as torch's own ring attention uses it
   (torch/distributed/tensor/experimental). Written from the operators' schemas; checked by shapes and by an emulation of
   the kernel, not run on a GPU yet (tests/gpu/check_attention.py).
 - "products": plain matrix products in the accumulation dtype, for everything else.
@@ -28,8 +28,8 @@ FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 # FlashAttention-2: compute capability 8.0 and newer, head widths of whole 16-byte vectors up to 256.
 FLASH_CAPABILITY, FLASH_WIDTH, FLASH_WIDTH_STEP = (8, 0), 256, 8
 
-# Measured on one AVX-512 core, 4 heads of 64: 20 to 25 % less time than the flash kernel's whole backward; 512 rows at a
-# time are slower than it.
+# Measured on one AVX-512 core, 4 heads of 64: 20 to 25 % less time than the flash kernel's whole backward; with 512 rows
+# at a time it is slower than that.
 ROWS_OF_QUERY_GRADIENT = 128
 
 

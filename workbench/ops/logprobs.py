@@ -123,7 +123,9 @@ def _through_linear(head: Head, rows: Tensor, targets: Tensor, weight: Tensor, t
     if head.finish is None and head.vocab_size in (None, logits.shape[-1]):
         gradient = _logits_gradient(logits, targets, weight, temperature).to(rows.dtype)
     else:
-        gradient = _through_module(Head(lambda x: x, head.finish, head.vocab_size), logits, targets, weight, temperature)
+        gradient = _through_module(
+            Head(lambda x: x, head.finish, head.vocab_size), logits, targets, weight, temperature
+        )
     del logits
     if linear.weight.requires_grad:
         if linear.weight.grad is None:
