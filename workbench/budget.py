@@ -9,12 +9,11 @@ The planned peak is the largest, over capture, replay, prompt walk and optimizer
 
 and it is compared with the budget, so it has to be an upper bound: the peak that a step measures was 0.42 to 0.97 of it
 over eight families, two scopes, with and without LoRA, five schedules each (tests/test_budget.py measures some of them
-again); a budget is therefore never used up. Among the schedules that fit, the one with the least modelled time is taken:
-operations (planner/flops.py) at a nominal rate, and a fixed time for every layer of every segment.
+again); a budget is therefore never used up. Among the schedules that fit, the one with the least modelled time is
+taken: operations (planner/flops.py) at a nominal rate, and a fixed time for every layer of every segment.
 
-The optimizer's call counts as torch's Adam and AdamW (two moments at the first call, one temporary), or as one temporary.
-A reference model is taken to be no larger than the policy.
-"""
+The optimizer call counts as torch's Adam and AdamW (two moments at the first call, one temporary), or as one
+temporary. A reference model is taken to be no larger than the policy."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 
 One process per mode and repeat, one thread, modes interleaved (A B C, A B C, ...), so that a slow phase of the machine
 hits all alike. Time is process CPU seconds of the step (on CUDA: between events). Memory is the peak heap above what
-was live before the step, the parameters' gradients left out (they are allocated before the mark). Operations are counted
-in runs of their own. On small cases first: every mode must leave the same gradient. Runs of one mode spread by 10 to 20 %:
-a ratio below 1.2 is not resolved by one pair. A mode that takes longer than `--repeat-below` seconds runs once.
+was live before the step, the parameters' gradients left out (they are allocated before the mark). Operations are
+counted in runs of their own. On small cases first: every mode must leave the same gradient. Runs of one mode spread by
+10 to 20 %: a ratio below 1.2 is not resolved by one pair. A mode that takes longer than `--repeat-below` seconds runs
+once.
 
 TRL and PrefixGrouper are used where they are installed (`pip install trl prefix-grouper==0.0.1.post1`). keys_values is
 not on the package index and is left out.

@@ -28,8 +28,8 @@ FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 # FlashAttention-2: compute capability 8.0 and newer, head widths of whole 16-byte vectors up to 256.
 FLASH_CAPABILITY, FLASH_WIDTH, FLASH_WIDTH_STEP = (8, 0), 256, 8
 
-# Measured on one AVX-512 core, 4 heads of 64: 20 to 25 % less time than the flash kernel's whole backward; with 512 rows
-# at a time it is slower than that.
+# Measured on one AVX-512 core, 4 heads of 64: 20 to 25 % less time than the flash kernel's whole backward; 512 rows at
+# a time are slower than that.
 ROWS_OF_QUERY_GRADIENT = 128
 
 
