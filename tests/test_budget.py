@@ -84,12 +84,12 @@ def test_an_optimizers_own_state_counts() -> None:
 
 def test_a_given_state_is_not_the_steps_own() -> None:
     policy = tiny_policy("qwen3")
-    state = capture_prompt(policy, token_ids(PROMPT), chunk_tokens=128)
+    state = capture_prompt(policy, token_ids(PROMPT), chunk_tokens=64)
     least = smallest(policy, state=state)
     assert least < smallest(policy)
     report = step(policy, least, state=state)
     assert report.memory["peak_bytes"] <= least
-    assert report.counters["chunk_tokens"] == 128
+    assert report.counters["chunk_tokens"] == 64
 
 
 @pytest.mark.parametrize(

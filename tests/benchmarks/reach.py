@@ -78,7 +78,7 @@ def interrupt_midway(options: argparse.Namespace, folder: Path) -> int:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
-        folder, started = Path(name), time.perf_counter()
+        folder, started = options.keep or Path(name), time.perf_counter()
         if options.interrupt:
             print(f"killed with the walk saved at position {interrupt_midway(options, folder):,}")
         child = spawn(options, folder)
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--interrupt", action="store_true", help="kill it in the middle of the walk and go on")
+    parser.add_argument("--keep", type=Path, help="folder of the walk checkpoint: the same command goes on from there")
     parser.add_argument("--out", type=Path, default=Path("runs/reach.json"), help="rows of other lengths are kept")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
