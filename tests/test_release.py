@@ -1,4 +1,4 @@
-"""A step frees the rows that its walk has passed, if it captured them itself; a state that was handed in stays whole."""
+"""A step frees the rows that its walk has passed, if it captured them itself; a given state stays whole."""
 
 from __future__ import annotations
 

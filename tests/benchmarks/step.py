@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,23 +115,31 @@ def gradient_errors(children: Children, modes: Sequence[str], family: str) -> di
 
 def measured_rows(
     children: Children, case: Case, modes: Sequence[str], options: argparse.Namespace, errors: dict[str, float]
-) -> list[dict[str, Any]]:
-    """One row for each mode that runs in this case."""
+) -> Iterator[list[dict[str, Any]]]:
+    """One row for each mode that runs in this case; again after every mode, so that nothing measured is ever lost."""
     runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes if left_out(mode, case) is None}
-    rates = []
+    rates: list[float] = []
+    flops: dict[str, int] = {}
+
+    def rows() -> list[dict[str, Any]]:
+        done = {mode: found for mode, found in runs.items() if found}
+        return [row(case, mode, found, flops.get(mode), max(rates), errors[mode]) for mode, found in done.items()]
+
     for repeat in range(options.repeats):
         rates.append(children.call(child.matmul_rate, options.device))
         for mode in tqdm(list(runs), desc=f"{case}, run {repeat + 1}"):
-            if not repeat or runs[mode][0].get("seconds", 1e9) < options.repeat_below:
-                runs[mode].append(children.call(child.measure, mode, case, options.device))
-    rows = []
-    for mode, found in runs.items():
-        if "error" in found[0]:
-            print(f"{case}: {mode} failed: {found[0]['error']}")
-            continue
-        flops = children.call(child.count, mode, case) if options.flops else None
-        rows.append(row(case, mode, found, flops, max(rates), errors[mode]))
-    return rows
+            if repeat and runs[mode][0]["seconds"] > options.repeat_below:
+                continue
+            found = children.call(child.measure, mode, case, options.device)
+            if "error" in found:
+                print(f"{case}: {mode} failed: {found['error']}")
+                del runs[mode]
+                continue
+            runs[mode].append(found)
+            yield rows()
+    for mode in runs if options.flops else ():
+        flops[mode] = children.call(child.count, mode, case)
+        yield rows()
 
 
 def row(
@@ -172,6 +180,10 @@ def floor_bytes(case: Case, mode: str) -> int:
     return (case.prompt_tokens - 1) * rows * (1 if mode.startswith("response_only") else 2)
 
 
+def _case_of(row: dict[str, Any]) -> Case:
+    return Case(row["family"], row["prompt_tokens"], row["group_size"])
+
+
 def print_rows(case: Case, rows: Sequence[dict[str, Any]], modes: Sequence[str]) -> None:
     print(f"\n{case.family}  P = {case.prompt_tokens:,}  G = {case.group}")
     for r in rows:
@@ -205,21 +217,18 @@ def main() -> None:
     rows = list(load_recording(options.out).rows) if options.append and options.out.exists() else []
     errors = {f: gradient_errors(children, options.modes, f) for f in dict.fromkeys(case.family for case in cases)}
     for case in cases:
-        new = measured_rows(children, case, options.modes, options, errors[case.family])
-        names = {(str(case), r["mode"]) for r in new}
-        rows = [
-            r for r in rows if (str(Case(r["family"], r["prompt_tokens"], r["group_size"])), r["mode"]) not in names
-        ]
-        rows += new
+        kept, new = [r for r in rows if not (_case_of(r) == case and r["mode"] in options.modes)], []
+        for new in measured_rows(children, case, options.modes, options, errors[case.family]):
+            save_recording(
+                options.out,
+                "performance",
+                kept + new,
+                title="One GRPO step against its peers: time, peak bytes, operations",
+                command="python -m tests.benchmarks.step --long --flops",
+                notes=["one thread; CPU seconds; peak heap above the start, parameter gradients left out"],
+            )
+        rows = kept + new
         print_rows(case, new, options.modes)
-        save_recording(  # whatever happens next, this case is kept
-            options.out,
-            "performance",
-            rows,
-            title="One GRPO step against its peers: time, peak bytes, operations",
-            command="python -m tests.benchmarks.step --long --flops",
-            notes=["one thread; CPU seconds; peak heap above the start, parameter gradients left out"],
-        )
     print(f"\nwritten: {options.out}")
 
 
