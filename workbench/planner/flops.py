@@ -188,13 +188,18 @@ def _pair_flops(layers: tuple[Layer, ...]) -> int:
 
 def _rows_without_gradient(shape: ModelShape, request: Request) -> int:
     """Attention of one response over prompt rows that the scope gives no gradient."""
-    walked = sum(request.chunk_length(index) for index in request.walked_chunks)
+    chunks = request.walked_chunks
+    if len(chunks) == request.num_chunks:
+        return 0
+    walked = sum(request.chunk_length(index) for index in chunks)
     return request.response_tokens * (request.resident_tokens - walked) * _pair_flops(shape.layers)
 
 
 def _walked_over_unwalked(shape: ModelShape, request: Request) -> int:
     """The same of the walked chunks over earlier chunks that are not walked; the last layer has no attention there."""
     walked, unwalked, pairs = set(request.walked_chunks), 0, 0
+    if len(walked) in (0, request.num_chunks):
+        return 0
     for index in range(request.num_chunks):
         if index in walked:
             pairs += request.chunk_length(index) * unwalked
