@@ -45,10 +45,13 @@ def peak_figure(recording: Recording, *, family: str, over: str, **fixed: int) -
     return _on_axes(figure, rows, over, "peak above the start, MB")
 
 
-def reach_figure(recording: Recording) -> go.Figure:
-    """Peak against prompt length in full scope, with the floor."""
-    rows = list(recording.rows)
+def reach_figure(recording: Recording | None) -> go.Figure:
+    """Peak against prompt length in full scope, with the floor; without a recording, a figure that says so."""
     figure = go.Figure()
+    if recording is None:
+        figure.add_annotation(text="no run is recorded yet", showarrow=False)
+        return _styled(figure)
+    rows = list(recording.rows)
     lengths = [row["prompt_tokens"] for row in rows]
     for column, name, dash in (
         ("peak_bytes", f"peak ({recording.origin})", "solid"),

@@ -44,7 +44,15 @@ class PerformanceParameters(BaseModel):
     seed: int = Field(ge=0)
 
     def recording(self, name: str) -> Recording:
-        return load_recording((Path(self.folder) if self.folder else RUNS_FOLDER) / f"{name}.json")
+        return load_recording(self._path(name))
+
+    def reach(self) -> Recording | None:
+        """The recorded reach of this machine; None where none was recorded."""
+        path = self._path("reach")
+        return load_recording(path) if path.exists() else None
+
+    def _path(self, name: str) -> Path:
+        return (Path(self.folder) if self.folder else RUNS_FOLDER) / f"{name}.json"
 
 
 # ---------------------------------------------------------------- rows
@@ -76,7 +84,8 @@ def limit_share(row: Row) -> float:
     return row["limit_flops"] / row["matmul_flops_per_second"] / row["cpu_seconds"]
 
 
-def reach_rows(recording: Recording) -> list[list[Any]]:
+def reach_rows(recording: Recording | None) -> list[list[Any]]:
+    """One line for each length that completed; none without a recording."""
     return [
         [
             row["prompt_tokens"],
@@ -87,7 +96,7 @@ def reach_rows(recording: Recording) -> list[list[Any]]:
             row["peak_bytes"] / row["floor_bytes"],
             row["step_seconds"],
         ]
-        for row in recording.rows
+        for row in (recording.rows if recording is not None else ())
     ]
 
 

@@ -63,7 +63,9 @@ def test_no_step_beats_the_limit_and_no_exact_one_the_floor(recorded: Recording)
 
 def test_the_recorded_reach_is_close_to_the_floor() -> None:
     """The distance is a chunk's graph, which does not grow, and the carries at chunk starts: small at length."""
-    reach = PerformanceParameters(**PARAMETERS).recording("reach")
+    reach = PerformanceParameters(**PARAMETERS).reach()
+    if reach is None:
+        pytest.skip("no reach run is recorded yet: python -m tests.benchmarks.reach 131072 --interrupt")
     ratios = {row[0]: row[5] for row in reach_rows(reach)}
     assert max(ratios) >= 16_384
     assert all(1.0 < ratio <= (1.3 if tokens >= 65_536 else 1.6) for tokens, ratio in ratios.items())
@@ -131,6 +133,8 @@ def test_figures_show_every_mode_and_what_is_modelled() -> None:
     row = dict.fromkeys(COLUMNS["reach"], 7)
     reach = Recording(kind="reach", origin="measured", title="x", command="-", rows=[row])
     assert len(reach_figure(reach).data) == 2
+    assert reach_figure(None).layout.annotations[0].text == "no run is recorded yet"
+    assert reach_rows(None) == []
     assert len(mode_rows(table(ROWS), "hybrid")) == len(ROWS)
     assert set(OURS) & {row["mode"] for row in ROWS} == {FULL, RESPONSE}
 
