@@ -20,6 +20,7 @@ from workbench.state.pages import LayerState
 from workbench.state.resident import ResidentState
 from workbench.types import Response, Sampled, StepReport, Tail
 from workbench.update import update_step
+from workbench.walk_checkpoint import WalkCheckpoint
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "StepReport",
     "Tail",
     "UnsupportedModelError",
+    "WalkCheckpoint",
     "WorkbenchError",
     "capture_prompt",
     "group_advantages",
