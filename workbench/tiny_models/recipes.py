@@ -88,9 +88,13 @@ HYBRID = Recipe(
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
     },
-    max_steps=340,
+    max_steps=900,  # reaches the last length after about 300
+    final_tokens=1024,
+    dialogue_share=0.6,
+    cooldown_steps=100,
 )
-HYBRID_HALF = replace(HYBRID, name="tiny-hybrid-half", max_steps=320)
+# On its way to repeating keys as well as values: right now and then in both answer styles.
+HYBRID_HALF = replace(HYBRID, name="tiny-hybrid-half", max_steps=260, cooldown_steps=0)
 GLM_DSA = Recipe(
     name="tiny-glm-dsa",
     config_class="GlmMoeDsaConfig",

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from workbench.documents import library_text
 from workbench.policy import Policy
-from workbench.tasks.words import VALUES
+from workbench.tasks.words import KEYS, VALUES
 from workbench.tiny_models.indexer import dense_selection, teach_index
 from workbench.tiny_models.practice import Practice
 from workbench.tiny_models.recipes import Recipe
@@ -55,8 +55,8 @@ class Training:
         self._practice = Practice(self.tokenizer, text, self.recipe)
         self._rng = Random(self.recipe.seed)
         self._kernels = Policy(self.model).adapter.kernels
-        self._is_value = torch.zeros(self.recipe.fields["vocab_size"], dtype=torch.bool)
-        self._is_value[self.tokenizer.convert_tokens_to_ids(list(VALUES))] = True
+        self._is_retrieved = torch.zeros(self.recipe.fields["vocab_size"], dtype=torch.bool)
+        self._is_retrieved[self.tokenizer.convert_tokens_to_ids([*KEYS, *VALUES])] = True
         self._started = time.process_time()
 
     def steps(self) -> Iterator[TrainingStep]:
@@ -99,8 +99,8 @@ class Training:
             loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), _MAX_GRAD_NORM)
         optimizer.step()
-        values = self._is_value[right]
-        accuracy = (logits.argmax(-1) == right)[values].float().mean()
+        retrieved = self._is_retrieved[right]
+        accuracy = (logits.argmax(-1) == right)[retrieved].float().mean()
         return TrainingStep(stage, step, tokens, loss.item(), accuracy.item(), self._cpu_seconds())
 
     def _index_steps(self) -> Iterator[TrainingStep]:
