@@ -16,7 +16,7 @@ LAYERS = (
     "errors types config",
     "comm progress ops advantages objective memory planner records recordings",
     "state architectures parallel",
-    "policy inputs model_sources loading",
+    "lora policy inputs model_sources loading",
     "capture walk replay prompt_gradient rollout step",
     "drift",
     "update train calibration",

@@ -210,8 +210,9 @@ def test_a_model_that_has_an_adapter_gets_no_second_one():
         (
             {"adapter_scope": "response"},
             InvalidInputError,
-            "adapter_scope='response' is not implemented",
+            "adapter_scope='response' is about a LoRA adapter: give lora=",
         ),
+        ({"adapter_scope": "prefix"}, InvalidInputError, "adapter_scope='prefix' is not one of all, response, replay"),
         ({"quantization": "int8"}, InvalidInputError, "quantization='int8' is not one of None, 'nf4'"),
         ({"quantization": "nf4"}, InvalidInputError, "quantization applies while weights are read"),
         ({"reference": "sft"}, InvalidInputError, "reference='sft'"),

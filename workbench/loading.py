@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from workbench.architectures import adapter_for
 from workbench.architectures.base import replaced
 from workbench.errors import InvalidInputError
 from workbench.inputs import check_seed
+from workbench.lora import ADAPTER_SCOPES
 from workbench.policy import Policy
 
 DEMO_MODEL = "gemma3-270m"
@@ -41,10 +43,16 @@ def load_policy(
         PEFT's translation of names from transformers 4 is off. The base model is frozen; B starts at zero.
     seed: of the adapter's initial values.
     quantization: None or "nf4" (bitsandbytes, for folders and hub ids).
-    adapter_scope: "all" is the only scope implemented. reference, vocab_size, max_positions: see `Policy`.
+    adapter_scope: where the adapter acts; "response" and "replay" leave the prompt to the base model, and default
+        targets then leave out what responses apply to prompt rows (kv_b_proj of latent attention).
+    reference, vocab_size, max_positions: see `Policy`.
     """
-    if adapter_scope != "all":
-        raise InvalidInputError(f"adapter_scope={adapter_scope!r} is not implemented; only 'all' is")
+    if adapter_scope not in ADAPTER_SCOPES:
+        raise InvalidInputError(f"adapter_scope={adapter_scope!r} is not one of {', '.join(ADAPTER_SCOPES)}")
+    if adapter_scope != "all" and lora is None and not hasattr(source, "peft_config"):
+        raise InvalidInputError(
+            f"adapter_scope={adapter_scope!r} is about a LoRA adapter: give lora=..., or a PEFT model as source"
+        )
     if quantization not in (None, "nf4"):
         raise InvalidInputError(f"quantization={quantization!r} is not one of None, 'nf4'")
     check_seed(seed)
@@ -60,6 +68,7 @@ def load_policy(
         Policy(
             source,
             reference=None if lora is not None else reference,
+            adapter_scope="all" if lora is not None else adapter_scope,
             vocab_size=vocab_size,
             max_positions=max_positions,
         )
@@ -69,8 +78,15 @@ def load_policy(
     else:
         model, tokenizer = _read_model(source, quantization, dtype, device)
     if lora is not None:
-        model = _with_lora(model, lora, seed)
-    return Policy(model, tokenizer, reference=reference, vocab_size=vocab_size, max_positions=max_positions)
+        model = _with_lora(model, lora, seed, frozen_prompt=adapter_scope != "all")
+    return Policy(
+        model,
+        tokenizer,
+        reference=reference,
+        vocab_size=vocab_size,
+        max_positions=max_positions,
+        adapter_scope=adapter_scope,
+    )
 
 
 def _check_device(device: str | torch.device | None) -> None:
@@ -122,14 +138,14 @@ def _nf4(dtype: torch.dtype | None) -> Any:
     )
 
 
-def _with_lora(model: nn.Module, lora: Any, seed: int) -> nn.Module:
+def _with_lora(model: nn.Module, lora: Any, seed: int, *, frozen_prompt: bool) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     if hasattr(model, "peft_config"):
         raise InvalidInputError("lora: the model has an adapter already; leave lora=None to train that one")
     try:
         is_config = isinstance(lora, LoraConfig)
-        config = lora if is_config else LoraConfig(task_type="CAUSAL_LM", **_lora_fields(model, lora))
+        config = lora if is_config else LoraConfig(task_type="CAUSAL_LM", **_lora_fields(model, lora, frozen_prompt))
         with torch.random.fork_rng(devices=[]), _untranslated_names():
             torch.manual_seed(seed)
             return get_peft_model(model, config)
@@ -137,12 +153,13 @@ def _with_lora(model: nn.Module, lora: Any, seed: int) -> nn.Module:
         raise InvalidInputError(f"lora={lora!r}: {error}") from error
 
 
-def _lora_fields(model: nn.Module, lora: int | Mapping[str, Any]) -> dict[str, Any]:
+def _lora_fields(model: nn.Module, lora: int | Mapping[str, Any], frozen_prompt: bool) -> dict[str, Any]:
     if isinstance(lora, bool) or not isinstance(lora, int | Mapping):
         raise TypeError("give a rank, a mapping of peft.LoraConfig fields or a LoraConfig")
     fields: dict[str, Any] = {"r": lora} if isinstance(lora, int) else dict(lora)
     fields.setdefault("lora_alpha", 2 * fields.get("r", 8))
-    fields.setdefault("target_modules", _decoder_linears(model))
+    left_out = adapter_for(model).applied_to_prompt_rows if frozen_prompt else ()
+    fields.setdefault("target_modules", [n for n in _decoder_linears(model) if n.rsplit(".", 1)[-1] not in left_out])
     return fields
 
 

@@ -12,10 +12,10 @@ from workbench.config import ObjectiveConfig
 from workbench.errors import NonFiniteError
 from workbench.inputs import Ids, entry_point
 from workbench.memory import MemoryMeter
-from workbench.objective import aggregate_metrics, loss_and_coefficients
+from workbench.objective import StepDenominators, aggregate_metrics, loss_and_coefficients
 from workbench.policy import Policy
 from workbench.progress import progress
-from workbench.prompt_gradient import add_carry_gradients, needs_boundaries, plan_walk, walk_prompt
+from workbench.prompt_gradient import add_carry_gradients, needs_boundaries, plan_walk, scope_to_walk, walk_prompt
 from workbench.replay import BLOCK_TOKENS, replay_response, score_responses
 from workbench.state.pages import GradientPages, total_nbytes
 from workbench.state.placement import HOST
@@ -52,6 +52,7 @@ def update_step(
     placement: str = "device",
     state: ResidentState | None = None,
     old_logprobs: Sequence[Tensor] | None = None,
+    denominators: StepDenominators | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     comm: None = None,
     allow_stale: bool = False,
@@ -70,6 +71,8 @@ def update_step(
         checkpoint_layers. A given state keeps the placement it was captured with.
     old_logprobs: per response, [R] log-probs of the policy that sampled; default: the current policy's own, so that
         every ratio is exactly 1.
+    denominators: what the loss divides by, of all groups of a step that is accumulated over several calls; default:
+        of this group alone.
     optimizer: called once, then gradients are set to None. Without it gradients stay in `.grad`; a second call adds.
 
     Departures from the LongStraw paper: the prompt's gradient is kept unless a cheaper scope is named; log-probs and
@@ -81,9 +84,11 @@ def update_step(
     Raises InvalidInputError, StaleStateError, NonFiniteError, UnsupportedModelError.
     """
     # 1. Refuse what cannot work, before anything is computed
-    step = checked_step(policy, prompt_ids, responses, rewards, advantages, objective, old_logprobs)
+    step = checked_step(policy, prompt_ids, responses, rewards, advantages, objective, old_logprobs, denominators)
     check_options(policy, gradient_scope, placement, chunk_tokens, block_tokens, state, optimizer, objective, comm)
     check_state(policy, step, state, gradient_scope, chunk_tokens, allow_stale)
+
+    walked_scope = scope_to_walk(policy, gradient_scope)
 
     clock = StageClock(MemoryMeter(policy.device, enabled=measure_memory))
     with clock.meter as meter, GradientsOrNothing(policy) as gradients_or_nothing:
@@ -91,7 +96,7 @@ def update_step(
         # 2. Reference log-probs, from the reference's own capture, freed before the policy's begins
         if objective.beta > 0.0:
             with clock.stage("reference"):
-                step.ref_logprobs = _reference_logprobs(policy, step, chunk_tokens, block_tokens, meter)
+                step.ref_logprobs = _reference_logprobs(policy, step, state, chunk_tokens, block_tokens, meter)
         # 3. Capture the prompt without a graph
         captured = state is None
         if state is None:
@@ -100,17 +105,17 @@ def update_step(
                     policy,
                     step.prompt,
                     chunk_tokens=chunk_tokens,
-                    keep_boundaries=needs_boundaries(gradient_scope),
+                    keep_boundaries=needs_boundaries(walked_scope),
                     placement=placement,
                     meter=meter,
                     tally=step.tally,
                 )
-        plan = plan_walk(gradient_scope, state)
-        boundary, on_host = state.positions, state.placement == "host"
+        plan = plan_walk(walked_scope, state)
+        replayed_from, on_host = state.positions + policy.frozen_boundary, state.placement == "host"
         step.tally["rows_on_host_bytes"] = total_nbytes(state.row_tensors()) if on_host else 0
         checkpoint_layers = checkpoint_layers or on_host
         pages = GradientPages(
-            lambda start: plan.wants(start, boundary),
+            lambda start: plan.wants(start, replayed_from),
             lambda: meter.ledger("gradient_pages"),
             HOST if on_host else None,
         )
@@ -143,11 +148,12 @@ def update_step(
 
 
 def _reference_logprobs(
-    policy: Policy, step: Step, chunk_tokens: int, block_tokens: int, meter: MemoryMeter
+    policy: Policy, step: Step, state: ResidentState | None, chunk_tokens: int, block_tokens: int, meter: MemoryMeter
 ) -> list[Tensor]:
     reference = policy.reference
     assert reference is not None
-    state = capture_prompt(reference, step.prompt, chunk_tokens=chunk_tokens, keep_boundaries=False, meter=meter)
+    if state is None or reference.state_key is not policy.state_key:  # else both continue the base model's prompt
+        state = capture_prompt(reference, step.prompt, chunk_tokens=chunk_tokens, keep_boundaries=False, meter=meter)
     return score_responses(
         reference, state, step.responses, temperature=step.objective.temperature, block_tokens=block_tokens
     )
@@ -223,7 +229,7 @@ def _finalize(
         version = policy.weight_version
         optimizer.step()
         if policy.weight_version == version:  # it wrote through `.data`, which shows nowhere
-            policy.note_weight_change()
+            policy.note_weight_change(trainable_only=True)
         for _, parameter in policy.trainable_parameters():  # also those that this optimizer does not hold
             parameter.grad = None
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
@@ -241,6 +247,7 @@ def _report(
 ) -> StepReport:
     metrics = aggregate_metrics(step.sums, rewards=step.rewards, finished=step.finished, config=step.objective)
     metrics["grad_norm"] = grad_norm
+    metrics["notes"] += _scope_notes(policy, scope)
     metrics["entropy_mean"] = step.entropy_sum / max(1, metrics["num_tokens"])
     counters = {
         "prompt_chunks_captured": num_chunks,
@@ -262,3 +269,17 @@ def _report(
         counters=counters,
         logprobs=tuple(step.logprobs),
     )
+
+
+def _scope_notes(policy: Policy, scope: GradientScope) -> list[str]:
+    if not policy.frozen_prompt:
+        return []
+    notes = []
+    if scope == "full":
+        notes.append(
+            f"adapter_scope={policy.adapter_scope!r}: nothing trainable acts at prompt positions, so the full gradient "
+            "ends at the boundary and the prompt was not walked"
+        )
+    if policy.frozen_boundary:
+        notes.append("adapter_scope='response': the first response token is the base model's and takes no gradient")
+    return notes
