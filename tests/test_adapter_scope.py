@@ -191,7 +191,7 @@ def test_refusals() -> None:
         Policy(tiny_model("llama"), adapter_scope="response")
     model = load_policy(tiny_model("llama"), lora=2).model
     model.get_base_model().model.norm.weight.requires_grad_()
-    with pytest.raises(InvalidInputError, match="norm.weight outside the adapter is trainable"):
+    with pytest.raises(InvalidInputError, match=r"norm\.weight outside the adapter is trainable"):
         Policy(model, adapter_scope="replay")
     with pytest.raises(InvalidInputError, match="kv_b_proj to rows of the prompt again"):
         load_policy(tiny_model("glm_moe_dsa"), lora={"r": 2, "target_modules": ["kv_b_proj"]}, adapter_scope="response")

@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # Left to right, as docs/architecture.md draws it. `workbench` is the package's own
 # front door (`from workbench import update_step`), which only what stands to its right may use.
 LAYERS = (
-    "errors types config",
+    "errors types config train_config",
     "comm progress ops advantages objective memory planner records recordings",
     "state architectures parallel",
-    "lora policy inputs model_sources loading",
+    "rewards tasks lora policy inputs model_sources loading",
     "capture walk replay prompt_gradient rollout step",
     "drift",
-    "update train calibration",
+    "update train_batch train_metrics evaluate train_states checkpoint train calibration",
     "validation",
     "workbench",
     "documents publish figures studies plan_study plan_figures architecture_study architecture_figures run",

@@ -65,8 +65,8 @@ def check_frozen_prompt(model: nn.Module, adapter_scope: str, applied_to_prompt_
     """Refuse what would let training move the state of a prompt that the adapter may not touch."""
     if peft_model(model) is None:
         raise InvalidInputError(
-            f"adapter_scope={adapter_scope!r} switches a LoRA adapter off at prompt positions, and this model has none; "
-            "give lora=..., or leave adapter_scope='all'"
+            f"adapter_scope={adapter_scope!r} switches a LoRA adapter off at prompt positions, and this model has "
+            "none; give lora=..., or leave adapter_scope='all'"
         )
     moving = [name for name, p in model.named_parameters() if p.requires_grad and not is_adapter_parameter(name)]
     if moving:

@@ -215,6 +215,15 @@ def _finalize(
     objective: ObjectiveConfig,
 ) -> float:
     """Check and merge gradients, clip, call the optimizer; returns the norm of this step's own gradient."""
+    norm = gradient_norm(policy)
+    gradients.merge()
+    if optimizer is not None:
+        apply_gradients(policy, optimizer, max_grad_norm=objective.max_grad_norm)
+    return norm
+
+
+def gradient_norm(policy: Policy) -> float:
+    """L2 norm of the gradients of all trainable parameters; NonFiniteError names the first that is not finite."""
     named = [(name, p.grad) for name, p in policy.trainable_parameters() if p.grad is not None]
     norms = [torch.linalg.vector_norm(gradient, dtype=accumulation_dtype(gradient.dtype)) for _, gradient in named]
     for (name, _), norm in zip(named, norms, strict=True):
@@ -222,17 +231,21 @@ def _finalize(
             raise NonFiniteError(
                 f"the gradient of {name} is not finite; gradients were left as before the step and no update was made"
             )
-    gradients.merge()
-    if optimizer is not None:
-        if objective.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_([p for _, p in policy.trainable_parameters()], objective.max_grad_norm)
-        version = policy.weight_version
-        optimizer.step()
-        if policy.weight_version == version:  # it wrote through `.data`, which shows nowhere
-            policy.note_weight_change(trainable_only=True)
-        for _, parameter in policy.trainable_parameters():  # also those that this optimizer does not hold
-            parameter.grad = None
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+
+def apply_gradients(policy: Policy, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> None:
+    """Clip the accumulated gradients, call the optimizer once, drop them. Without any gradient nothing changes."""
+    parameters = [p for _, p in policy.trainable_parameters()]
+    if max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    changes = any(p.grad is not None for p in parameters)
+    version = policy.weight_version
+    optimizer.step()
+    if changes and policy.weight_version == version:  # it wrote through `.data`, which shows nowhere
+        policy.note_weight_change(trainable_only=True)
+    for parameter in parameters:  # also those that this optimizer does not hold
+        parameter.grad = None
 
 
 def _report(
