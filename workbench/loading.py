@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from workbench.adapter_files import read_adapter, untranslated_names
 from workbench.architectures import adapter_for
-from workbench.architectures.base import replaced
 from workbench.errors import InvalidInputError
 from workbench.inputs import check_seed
 from workbench.lora import ADAPTER_SCOPES
@@ -36,7 +35,8 @@ def load_policy(
     """Load a causal LM and wrap it, with a fresh LoRA adapter if asked.
 
     source: a transformers or PEFT model, a folder, a hub id, or "gemma3-270m" (the real model of the `demo` extra).
-    lora: rank, a mapping of `peft.LoraConfig` fields or a LoraConfig; alpha defaults to 2 x rank, targets to every
+    lora: rank, a mapping of `peft.LoraConfig` fields, a LoraConfig, or the folder of a saved adapter, to be trained on;
+        alpha defaults to 2 x rank, targets to every
         nn.Linear of the decoder but the sparse-attention indexer, which takes no gradient. Routers and stacked expert
         weights are no nn.Linear and stay frozen; experts are adapted with
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]. Names mean modules of the loaded model:
@@ -77,7 +77,9 @@ def load_policy(
         model, tokenizer = source.to(device=device, dtype=dtype), None
     else:
         model, tokenizer = _read_model(source, quantization, dtype, device)
-    if lora is not None:
+    if isinstance(lora, Path) or (isinstance(lora, str) and Path(lora).is_dir()):
+        model = read_adapter(model, Path(lora))
+    elif lora is not None:
         model = _with_lora(model, lora, seed, frozen_prompt=adapter_scope != "all")
     return Policy(
         model,
@@ -146,7 +148,7 @@ def _with_lora(model: nn.Module, lora: Any, seed: int, *, frozen_prompt: bool) -
     try:
         is_config = isinstance(lora, LoraConfig)
         config = lora if is_config else LoraConfig(task_type="CAUSAL_LM", **_lora_fields(model, lora, frozen_prompt))
-        with torch.random.fork_rng(devices=[]), _untranslated_names():
+        with torch.random.fork_rng(devices=[]), untranslated_names():
             torch.manual_seed(seed)
             return get_peft_model(model, config)
     except (TypeError, ValueError) as error:
@@ -155,29 +157,14 @@ def _with_lora(model: nn.Module, lora: Any, seed: int, *, frozen_prompt: bool) -
 
 def _lora_fields(model: nn.Module, lora: int | Mapping[str, Any], frozen_prompt: bool) -> dict[str, Any]:
     if isinstance(lora, bool) or not isinstance(lora, int | Mapping):
-        raise TypeError("give a rank, a mapping of peft.LoraConfig fields or a LoraConfig")
+        raise TypeError(
+            "give a rank, a mapping of peft.LoraConfig fields, a LoraConfig or the folder of a saved adapter"
+        )
     fields: dict[str, Any] = {"r": lora} if isinstance(lora, int) else dict(lora)
     fields.setdefault("lora_alpha", 2 * fields.get("r", 8))
     left_out = adapter_for(model).applied_to_prompt_rows if frozen_prompt else ()
     fields.setdefault("target_modules", [n for n in _decoder_linears(model) if n.rsplit(".", 1)[-1] not in left_out])
     return fields
-
-
-@contextmanager
-def _untranslated_names() -> Iterator[None]:
-    """PEFT reads gate_proj, up_proj and down_proj in a mixture-of-experts model as its routed experts.
-
-    They were modules of that name in transformers 4. The dense and shared feed-forwards, which still are, would get no
-    adapter, without a word. PeftModel.from_pretrained translates as well: reading a saved adapter back outside this
-    context drops their part, with a warning only (peft 0.21).
-    """
-    try:
-        from peft.utils import transformers_weight_conversion as conversion
-    except ImportError:  # a PEFT that does not translate yet
-        yield
-        return
-    with replaced(conversion, "convert_peft_config_for_transformers", lambda *_, **__: None):
-        yield
 
 
 def _decoder_linears(model: nn.Module) -> list[str]:

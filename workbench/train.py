@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +28,7 @@ from workbench.evaluate import evaluate_tasks
 from workbench.inputs import entry_point
 from workbench.policy import Policy
 from workbench.progress import progress
-from workbench.records import RunRecord, provenance, write_record
+from workbench.records import RunRecord, provenance
 from workbench.rollout import sample_responses
 from workbench.train_batch import (
     Batch,
@@ -43,7 +42,8 @@ from workbench.train_batch import (
     task_order,
 )
 from workbench.train_config import TrainConfig
-from workbench.train_metrics import JsonLines, batch_metrics, measured_metrics, update_metrics
+from workbench.train_metrics import batch_metrics, measured_metrics, update_metrics
+from workbench.train_output import Position, RunOutput
 from workbench.train_states import StateStore
 from workbench.types import StepReport
 from workbench.update import apply_gradients, gradient_norm, update_step
@@ -113,18 +113,21 @@ class _Run:
         )
         self.states = StateStore(policy, config)
         self.task_at = task_order(len(tasks), config.seed)
-        self.metrics, self.evaluations = JsonLines(None), JsonLines(None)
+        self.output = RunOutput(policy, tasks, config)
+        self.position = self.output.start(self.optimizer, self.scheduler)
+        self.first_version = policy.weight_version - self.position.weight_version
+        self.provenance = provenance()
         self.seconds: dict[str, float] = {}  # of the update in work
-        self.step = 0
 
     def to_the_end(self) -> RunRecord:
         started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
         status, error = "failed", None
+        self.output.record(self._record("running", None, started, 0.0))
         try:
             self._steps()
             status = "completed"
         except KeyboardInterrupt:
-            status, error = "interrupted", f"KeyboardInterrupt in step {self.step}"
+            status, error = "interrupted", f"KeyboardInterrupt in step {self.position.step}"
         except BaseException as problem:
             error = f"{type(problem).__name__}: {problem}"
             raise
@@ -132,29 +135,37 @@ class _Run:
             for _, parameter in self.policy.trainable_parameters():
                 parameter.grad = None
             record = self._record(status, error, started, time.perf_counter() - clock)
-            if self.config.output_dir is not None:
-                write_record(Path(self.config.output_dir) / "run.json", record)
+            self.output.record(record)
         return record
 
     def _steps(self) -> None:
-        if self.step == 0:
-            self._evaluate()
-        remaining = range(self.step, self.config.num_steps)
-        for step in progress(remaining, "train", unit="step"):
+        config = self.config
+        if not self.output.resumed:
+            self._evaluate_when_due()
+            self._checkpoint_when_due()
+        for step in progress(range(self.position.step, config.num_steps), "train", unit="step"):
             # 1. Sample, 2. reward, 3. weigh: advantages and denominators of the whole batch
             batch = self._sampled_batch(step)
             # 4. Update, several times if asked
-            for update in range(self.config.updates_per_batch):
+            for update in range(config.updates_per_batch):
                 self._update(step, update, batch)
-            self.states.forget(
-                self.config.prompts_per_step if self.config.kept_states is None else self.config.kept_states
-            )
-            self.step = step + 1
-            # 5. Evaluate when due
-            if self.config.eval_every and (
-                self.step % self.config.eval_every == 0 or self.step == self.config.num_steps
-            ):
-                self._evaluate()
+            del batch
+            self.states.forget(config.prompts_per_step if config.kept_states is None else config.kept_states)
+            self.position = Position(step + 1, self._weight_version())
+            # 5. Evaluate and save when due
+            self._evaluate_when_due()
+            self._checkpoint_when_due()
+
+    def _weight_version(self) -> int:
+        """Updates since the run began that changed the weights."""
+        return self.policy.weight_version - self.first_version
+
+    def _checkpoint_when_due(self) -> None:
+        if self.output.due(self.position.step):
+            # a resumed run has no old states; the one that goes on must not have them either
+            if self.config.reuses_states and not self.policy.frozen_prompt:
+                self.states.forget(0)
+            self.output.checkpoint(self.position, self.optimizer, self.scheduler)
 
     # ---------------------------------------------------------------- stages
 
@@ -205,7 +216,7 @@ class _Run:
             notes.append("no group had anything to learn from: the weights are unchanged")
         groups = [group for group in batch.groups if group.learns]
         num_tokens = sum(g.task.prompt_ids.numel() + sum(map(len, g.responses)) for g in groups)
-        self.metrics.append(
+        self.output.metrics.append(
             {
                 "step": step,
                 "update": update,
@@ -213,7 +224,7 @@ class _Run:
                 **update_metrics(reports),
                 "grad_norm": norm,
                 "learning_rate": learning_rate,
-                "weight_version": self.policy.weight_version,
+                "weight_version": self._weight_version(),
                 "state_ages": ages,
                 "notes": notes,
                 **measured_metrics(reports, self.seconds, num_tokens),
@@ -248,10 +259,11 @@ class _Run:
             group.old_logprobs = report.logprobs
         return report, age
 
-    def _evaluate(self) -> None:
-        if self.eval_tasks is None:
+    def _evaluate_when_due(self) -> None:
+        config, step = self.config, self.position.step
+        due = config.eval_every and (step % config.eval_every == 0 or step == config.num_steps)
+        if self.eval_tasks is None or not due:
             return
-        config = self.config
         result = evaluate_tasks(
             self.policy,
             self.eval_tasks,
@@ -264,24 +276,24 @@ class _Run:
             reward_weights=config.reward_weights,
             seed=config.seed,
         )
-        self.evaluations.append({"step": self.step, "weight_version": self.policy.weight_version, **result})
+        self.output.evaluations.append({"step": step, "weight_version": self._weight_version(), **result})
 
     # ---------------------------------------------------------------- record
 
     def _record(self, status: str, error: str | None, started: str, seconds: float) -> RunRecord:
-        lines = self.metrics.lines
+        lines = self.output.metrics.lines
         by_stage: dict[str, float] = {"total": seconds}
         for line in lines:
             for stage, value in line["seconds"].items():
                 by_stage[stage] = by_stage.get(stage, 0.0) + value
         results: dict[str, Any] = {
-            "num_steps": self.step,
+            "num_steps": self.position.step,
             "num_updates": len(lines),
             "reward_mean": [line["reward_mean"] for line in lines if line["update"] == 0],
-            "held_out": [{"step": e["step"], "reward_mean": e["reward_mean"]} for e in self.evaluations.lines],
+            "held_out": [{"step": e["step"], "reward_mean": e["reward_mean"]} for e in self.output.evaluations.lines],
         }
         if self.config.output_dir is None:
-            results |= {"metrics": lines, "evaluations": self.evaluations.lines}
+            results |= {"metrics": lines, "evaluations": self.output.evaluations.lines}
         return RunRecord(
             name="train",
             status=status,
@@ -290,12 +302,12 @@ class _Run:
             seed=self.config.seed,
             device=str(self.policy.device),
             started_at=started,
-            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            finished_at=None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=by_stage,
             memory={"peak_bytes": max((line["peak_bytes"] or 0 for line in lines), default=0)},
             evidence={"level": 1 if lines else 0, "checks": []},
             results=results,
-            provenance=provenance(),
+            provenance=self.provenance,
         )
 
     @contextmanager

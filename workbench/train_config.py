@@ -130,7 +130,7 @@ def _refuse(message: str) -> None:
 def _check_counts(config: TrainConfig) -> None:
     counts = ("num_steps", "prompts_per_step", "group_size", "updates_per_batch", "max_new_tokens", "eval_samples")
     optional = ("eval_every", "checkpoint_every")
-    at_least = {name: 1 for name in (*counts, *optional, "chunk_tokens", "block_tokens", "keep_checkpoints")}
+    at_least = dict.fromkeys((*counts, *optional, "chunk_tokens", "block_tokens", "keep_checkpoints"), 1)
     at_least |= {"warmup_steps": 0, "kept_states": 0}
     for name, least in at_least.items():
         value = getattr(config, name)

@@ -87,13 +87,13 @@ class JsonLines:
 
     def __init__(self, path: Path | None, kept: Iterable[Mapping[str, Any]] = ()) -> None:
         self.lines: list[dict[str, Any]] = [dict(line) for line in kept]
-        self._path = path
+        self.path = path
 
     def append(self, line: Mapping[str, Any]) -> None:
         entry = plain(line)
         self.lines.append(entry)
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, allow_nan=False) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -101,10 +101,10 @@ class JsonLines:
     def truncate(self, keep: int) -> None:
         """Only the first `keep` lines stay; the file is replaced as a whole."""
         del self.lines[keep:]
-        if self._path is not None:
-            temporary = self._path.with_name(f".{self._path.name}-kept")
+        if self.path is not None:
+            temporary = self.path.with_name(f".{self.path.name}-kept")
             temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
-            temporary.replace(self._path)
+            temporary.replace(self.path)
 
     @classmethod
     def read(cls, path: Path) -> JsonLines:
