@@ -19,7 +19,7 @@ LAYERS = (
     "rewards tasks lora adapter_files policy inputs model_sources loading",
     "capture walk replay prompt_gradient rollout step",
     "drift",
-    "update train_batch train_metrics evaluate train_states checkpoint train_output train calibration",
+    "update train_batch train_metrics evaluate train_states checkpoint train_output train_trackers train calibration",
     "validation",
     "workbench",
     "documents publish figures studies plan_study plan_figures architecture_study architecture_figures run",

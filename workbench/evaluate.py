@@ -10,6 +10,7 @@ from workbench.capture import capture_prompt
 from workbench.inputs import check_positive, entry_point
 from workbench.policy import Policy
 from workbench.progress import progress
+from workbench.rewards import check_rewards
 from workbench.rollout import sample_responses
 from workbench.train_batch import RewardFunctions, Task, derived_seed, read_checked_tasks, reward_responses
 from workbench.train_metrics import reward_metrics
@@ -34,6 +35,7 @@ def evaluate(
     tasks, rewards, reward_weights: as in `train`. The same seed draws the same random numbers whatever the weights, so
     evaluations along a run compare like with like. Raises InvalidInputError before any work.
     """
+    check_rewards(rewards, reward_weights)
     return evaluate_tasks(
         policy,
         read_checked_tasks(policy, tasks, rewards),

@@ -29,6 +29,7 @@ from workbench.inputs import entry_point
 from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.records import RunRecord, provenance
+from workbench.rewards import check_rewards
 from workbench.rollout import sample_responses
 from workbench.train_batch import (
     Batch,
@@ -45,6 +46,7 @@ from workbench.train_config import TrainConfig
 from workbench.train_metrics import batch_metrics, measured_metrics, update_metrics
 from workbench.train_output import Position, RunOutput
 from workbench.train_states import StateStore
+from workbench.train_trackers import Trackers
 from workbench.types import StepReport
 from workbench.update import apply_gradients, gradient_norm, update_step
 
@@ -74,6 +76,7 @@ def train(
         raise InvalidInputError(f"config is a {type(config).__name__}; give TrainConfig(num_steps=..., ...)")
     if (eval_tasks is None) != (config.eval_every is None):
         raise InvalidInputError("eval_tasks and config.eval_every belong together: give both or neither")
+    check_rewards(rewards, config.reward_weights)
     checked = read_checked_tasks(policy, tasks, rewards)
     held_out = None if eval_tasks is None else read_checked_tasks(policy, eval_tasks, rewards, "eval_tasks")
     run = _Run(policy, checked, rewards, config, held_out)
@@ -116,6 +119,7 @@ class _Run:
         self.output = RunOutput(policy, tasks, config)
         self.position = self.output.start(self.optimizer, self.scheduler)
         self.first_version = policy.weight_version - self.position.weight_version
+        self.trackers = Trackers(config.trackers, self.output.folder, config.identity())
         self.provenance = provenance()
         self.seconds: dict[str, float] = {}  # of the update in work
 
@@ -136,6 +140,7 @@ class _Run:
                 parameter.grad = None
             record = self._record(status, error, started, time.perf_counter() - clock)
             self.output.record(record)
+            self.trackers.finish()
         return record
 
     def _steps(self) -> None:
@@ -231,6 +236,8 @@ class _Run:
             }
         )
         self.seconds = {}
+        num_updates = len(self.output.metrics.lines)
+        self.trackers.log(self.output.metrics.lines[-1], num_updates, "train")
 
     def _replayed(self, group: Group, batch: Batch) -> tuple[StepReport, int]:
         config = self.config
@@ -277,6 +284,8 @@ class _Run:
             seed=config.seed,
         )
         self.output.evaluations.append({"step": step, "weight_version": self._weight_version(), **result})
+        num_updates = len(self.output.metrics.lines)
+        self.trackers.log(self.output.evaluations.lines[-1], num_updates, "evaluation")
 
     # ---------------------------------------------------------------- record
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from workbench.capture import capture_prompt
+from workbench.errors import InvalidInputError
 from workbench.policy import Policy
 from workbench.prompt_gradient import needs_boundaries, scope_to_walk
 from workbench.state.resident import ResidentState
@@ -34,7 +35,14 @@ class StateStore:
 
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
         self._policy, self._config = policy, config
-        self._keep_boundaries = needs_boundaries(scope_to_walk(policy, config.gradient_scope))
+        walked = scope_to_walk(policy, config.gradient_scope)
+        self._keep_boundaries = needs_boundaries(walked)
+        if config.reuses_states and walked != "response_only":
+            raise InvalidInputError(
+                f"refresh={config.refresh!r} reuses states of older weights, through which gradient_scope="
+                f"{config.gradient_scope!r} would walk another model's prompt; use gradient_scope='response_only', "
+                "refresh=1, or an adapter_scope that leaves the prompt to the base model"
+            )
         self._held: dict[int, ResidentState] = {}  # by task, least recently used first
         self.num_captures = 0
 
