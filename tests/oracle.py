@@ -200,3 +200,25 @@ def detached_prompt(model: nn.Module, boundary: int) -> Iterator[None]:
             yield
         finally:
             config._attn_implementation = before
+
+
+@contextmanager
+def adapter_from(model: nn.Module, first: int) -> Iterator[None]:
+    """The adapter acts at positions >= first only, in a forward over the whole sequence."""
+
+    def mask(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        keep = (torch.arange(output.shape[-2]) >= first).to(output.dtype)
+        return output * keep[:, None]
+
+    layers = [module for name, module in model.named_modules() if name.endswith("lora_B.default")]
+    handles = [layer.register_forward_hook(mask) for layer in layers]
+    assert handles
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_adapted(prompt_tokens: int, scope: str) -> int:
+    return prompt_tokens if scope == "response" else prompt_tokens - 1

@@ -7,13 +7,11 @@ float64: at most 1.1e-15 relative L2; the bound leaves room for other BLAS build
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests import oracle
 from tests.helpers import float64_arithmetic, token_ids, train_adapter
@@ -47,30 +45,8 @@ def responses() -> list[Tensor]:
     return [token_ids(length, 100 + i) for i, length in enumerate(LENGTHS)]
 
 
-@contextmanager
-def adapter_from(model: nn.Module, first: int) -> Iterator[None]:
-    """The adapter acts at positions >= first only, in a forward over the whole sequence."""
-
-    def mask(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        keep = (torch.arange(output.shape[-2]) >= first).to(output.dtype)
-        return output * keep[:, None]
-
-    layers = [module for name, module in model.named_modules() if name.endswith("lora_B.default")]
-    handles = [layer.register_forward_hook(mask) for layer in layers]
-    assert handles
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def first_adapted(prompt_tokens: int, scope: str) -> int:
-    return prompt_tokens if scope == "response" else prompt_tokens - 1
-
-
 def truth(policy: Policy, prompt: Tensor, scope: str) -> oracle.Gradients:
-    with adapter_from(policy.model, first_adapted(len(prompt), scope)):
+    with oracle.adapter_from(policy.model, oracle.first_adapted(len(prompt), scope)):
         return oracle.grpo_gradient(policy.model, prompt, responses(), ADVANTAGES)
 
 
@@ -82,7 +58,7 @@ def test_gradient_and_logprobs_are_those_of_the_masked_model(family: str, scope:
         report = update_step(policy, prompt, responses(), advantages=ADVANTAGES, chunk_tokens=9, block_tokens=5)
         found = oracle.take_gradients(policy.model)
         assert oracle.relative_l2(found, truth(policy, prompt, scope)) <= BOUND
-        with adapter_from(policy.model, first_adapted(len(prompt), scope)), torch.no_grad():
+        with oracle.adapter_from(policy.model, oracle.first_adapted(len(prompt), scope)), torch.no_grad():
             expected = [oracle.sequence_logprobs(policy.model, prompt, r) for r in responses()]
     for mine, theirs in zip(report.logprobs, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)

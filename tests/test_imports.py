@@ -16,7 +16,7 @@ LAYERS = (
     "errors types config train_config",
     "comm progress ops advantages objective memory planner records recordings",
     "state architectures parallel",
-    "rewards tasks lora adapter_files policy inputs model_sources loading",
+    "rewards tasks lora quantization adapter_files policy inputs model_sources loading",
     "capture walk replay prompt_gradient rollout step",
     "drift",
     "update train_batch train_metrics evaluate train_states checkpoint train_output train_trackers train calibration",

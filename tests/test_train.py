@@ -174,8 +174,6 @@ def test_every_update_of_a_run_is_the_oracles(loss: str, scale: str, scope: str,
 
 
 def expected_gradient(policy: Policy, batch: Batch, config: TrainConfig) -> oracle.Gradients:
-    from tests.test_adapter_scope import adapter_from, first_adapted
-
     rewards = [t if t is not None else math.nan for t in batch.rewards.totals]
     size = config.group_size
     groups = [rewards[i : i + size] for i in range(0, len(rewards), size)]
@@ -192,7 +190,7 @@ def expected_gradient(policy: Policy, batch: Batch, config: TrainConfig) -> orac
     if not policy.frozen_prompt:
         return oracle.objective_gradient(policy.model, members, config.step_objective)
     for prompt, *rest in members:  # masks differ by prompt length; grpo's weights do not depend on the others
-        with adapter_from(policy.model, first_adapted(len(prompt), policy.adapter_scope)):
+        with oracle.adapter_from(policy.model, oracle.first_adapted(len(prompt), policy.adapter_scope)):
             one = oracle.objective_gradient(policy.model, [(prompt, *rest)], config.step_objective)
         for name, gradient in one.items():
             gradients[name] = gradients.get(name, 0.0) + gradient / len(members)

@@ -15,6 +15,7 @@ from workbench.errors import InvalidInputError
 from workbench.inputs import check_seed
 from workbench.lora import ADAPTER_SCOPES
 from workbench.policy import Policy
+from workbench.quantization import nf4_config
 
 DEMO_MODEL = "gemma3-270m"
 
@@ -42,7 +43,8 @@ def load_policy(
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]. Names mean modules of the loaded model:
         PEFT's translation of names from transformers 4 is off. The base model is frozen; B starts at zero.
     seed: of the adapter's initial values.
-    quantization: None or "nf4" (bitsandbytes, for folders and hub ids).
+    quantization: None or "nf4" (bitsandbytes, for folders and hub ids). It quantises nn.Linear only: stacked expert
+        weights, embedding and head stay as they are (`Policy.unquantized_weights` names them).
     adapter_scope: where the adapter acts; "response" and "replay" leave the prompt to the base model, and default
         targets then leave out what responses apply to prompt rows (kv_b_proj of latent attention).
     reference, vocab_size, max_positions: see `Policy`.
@@ -111,7 +113,7 @@ def _read_model(
         source = gemma3_270m_path()
     options: dict[str, Any] = {"dtype": dtype or "auto"}
     if quantization is not None:
-        options["quantization_config"] = _nf4(dtype)
+        options["quantization_config"] = nf4_config(dtype)
         options["device_map"] = device or "cpu"
     try:
         model = AutoModelForCausalLM.from_pretrained(source, **options)
@@ -123,21 +125,6 @@ def _read_model(
     if quantization is None and device is not None:
         model = model.to(device)
     return model.eval(), AutoTokenizer.from_pretrained(source)
-
-
-def _nf4(dtype: torch.dtype | None) -> Any:
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise InvalidInputError("quantization='nf4' needs bitsandbytes: install the `quantization` extra") from error
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype or torch.float32,
-    )
 
 
 def _with_lora(model: nn.Module, lora: Any, seed: int, *, frozen_prompt: bool) -> nn.Module:

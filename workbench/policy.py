@@ -24,6 +24,7 @@ from workbench.lora import (
     selected_adapter,
 )
 from workbench.ops.logprobs import Head
+from workbench.quantization import differentiable_quantized_layers, unquantized_weights
 
 
 class Policy:
@@ -141,6 +142,10 @@ class Policy:
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
+    def unquantized_weights(self) -> dict[str, int]:
+        """Bytes of each matrix that quantisation left alone, by name; empty for a model that is not quantised."""
+        return unquantized_weights(self.model)
+
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every end-of-sequence id that the model's generation or model configuration names."""
         causal_lm = self.adapter.causal_lm
@@ -167,7 +172,7 @@ class Policy:
                 check_frozen_prompt(self.model, self.adapter_scope, self.adapter.applied_to_prompt_rows)
             stack.enter_context(self.adapter.kernels(decoding=decoding))
             stack.enter_context(_evaluation_mode(self.model))
-            stack.enter_context(_differentiable_quantized_layers(self.model))
+            stack.enter_context(differentiable_quantized_layers(self.model))
             stack.enter_context(_implementations(self.adapter, self.dtype))
             if self._peft is not None and self._adapter_name is not None:
                 stack.enter_context(selected_adapter(self._peft, self._adapter_name))
@@ -284,29 +289,6 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextmanager
-def _differentiable_quantized_layers(model: nn.Module) -> Iterator[None]:
-    """Keep bitsandbytes from repacking 4-bit weights, which it does on some CPUs at the first pass without a graph.
-
-    Repacked weights are another computation, and one without a backward: gradients would silently lack its part.
-    """
-    layers: list[Any] = [m for m in model.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
-    for layer in layers:
-        if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
-            raise UnsupportedModelError(
-                "bitsandbytes has repacked 4-bit weights for inference, which leaves them without a gradient; load the "
-                "model again and hand it over before its first forward pass"
-            )
-    before = [layer.support_avx512bf16_for_cpu for layer in layers]
-    for layer in layers:
-        layer.support_avx512bf16_for_cpu = False
-    try:
-        yield
-    finally:
-        for layer, value in zip(layers, before, strict=True):
-            layer.support_avx512bf16_for_cpu = value
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from workbench.objective import StepDenominators, aggregate_metrics, loss_and_co
 from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.prompt_gradient import add_carry_gradients, needs_boundaries, plan_walk, scope_to_walk, walk_prompt
+from workbench.quantization import quantization_notes
 from workbench.replay import BLOCK_TOKENS, replay_response, score_responses
 from workbench.state.pages import GradientPages, total_nbytes
 from workbench.state.placement import HOST
@@ -260,7 +261,7 @@ def _report(
 ) -> StepReport:
     metrics = aggregate_metrics(step.sums, rewards=step.rewards, finished=step.finished, config=step.objective)
     metrics["grad_norm"] = grad_norm
-    metrics["notes"] += _scope_notes(policy, scope)
+    metrics["notes"] += [*_scope_notes(policy, scope), *quantization_notes(policy.model)]
     metrics["entropy_mean"] = step.entropy_sum / max(1, metrics["num_tokens"])
     counters = {
         "prompt_chunks_captured": num_chunks,
