@@ -35,14 +35,14 @@ from workbench.train_metrics import MEASURED
 
 train_module = sys.modules["workbench.train"]  # `workbench.train` is the function
 LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "luspo")
-BOUND = 1e-11  # float64, as in test_gradient_parity.py; measured here <= 4e-15
+BOUND = 1e-11  # float64, as in test_gradient_parity.py; measured here <= 6.9e-15
 TASKS = [{"prompt": f"Key {i} opens door {7 * i % 10}. Which?" + " Say." * i, "answer": "aeiou 0"} for i in range(5)]
 SMALL = {"vocab_size": 259, "eos_token_id": 257, "hidden_size": 32, "num_hidden_layers": 2}
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 
 
 def letters(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """Share of characters that stand in the answer, and a little for length: it varies within a group."""
+    """Share of characters that stand in the answer, and a little for length: it varies within most groups."""
     return [
         sum(c in right for c in text) / max(1, len(text)) + len(text) / 100
         for text, right in zip(completions, answer, strict=True)
@@ -320,7 +320,7 @@ def test_the_order_of_tasks_is_a_permutation_of_every_epoch() -> None:
 
 
 def test_a_rewarded_habit_grows() -> None:
-    """Reward: share of lower-case vowels among the bytes sampled; measured 0.02 at first, 0.68 after 25 steps."""
+    """Reward: share of vowels among the bytes sampled. Measured, three seeds: 0.00-0.04 before, 0.94-0.99 after."""
 
     def vowels(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [sum(chr(i) in "aeiou" for i in ids) / len(ids) for ids in completion_ids]
@@ -329,7 +329,7 @@ def test_a_rewarded_habit_grows() -> None:
     record = train(policy_of(), TASKS[:3], vowels, config=config, eval_tasks=TASKS[3:])
     first, last = (entry["reward_mean"] for entry in record.results["held_out"])
     assert first < 0.1
-    assert last > first + 0.25
+    assert last > first + 0.5
 
 
 def test_the_same_seed_is_the_same_run_and_another_is_not() -> None:

@@ -4,8 +4,8 @@
 rewards and hyperparameters; only its generation is replaced, by the recorded ids. Two updates per batch on two batches:
 parameters move, the second update of a batch is off-policy and clips.
 
-Measured (float32, 4 updates, torch 2.13, trl 1.16): loss 6.1e-8 absolute, gradient at most 5e-6 relative L2, weights
-after the last update 2e-6. The bounds are 1e-4.
+Measured (float32, 4 updates, torch 2.13, trl 1.16): losses within 3e-6 of the largest one, gradients within 4e-6
+relative L2. The bounds are 1e-4, the agreement that was asked for.
 """
 
 from __future__ import annotations
@@ -153,10 +153,8 @@ def test_losses_and_gradients_are_those_of_grpo_trainer(lora: int | None, tmp_pa
     assert len(losses) == len(their_losses) == STEPS * UPDATES
     assert any(abs(loss) > 1e-3 for loss in losses)  # off-policy losses are not zero
     scale = max(map(abs, their_losses))
-    print([abs(a - b) / scale for a, b in zip(losses, their_losses, strict=True)])
     assert all(abs(a - b) <= 1e-4 * scale for a, b in zip(losses, their_losses, strict=True))
     errors = [oracle.relative_l2(a, b) for a, b in zip(gradients, their_gradients, strict=True)]
-    print(errors)
     assert max(errors) <= 1e-4
     ours_after, theirs_after = (weights(m) for m in (policy.model, theirs))
     assert oracle.relative_l2(ours_after, theirs_after) <= 1e-4

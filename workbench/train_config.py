@@ -159,8 +159,9 @@ def _check_numbers(config: TrainConfig) -> None:
 
 
 def _check_choices(config: TrainConfig) -> None:
-    if not isinstance(config.objective, ObjectiveConfig):
-        _refuse(f"objective={config.objective!r} is not an ObjectiveConfig")
+    objective: Any = config.objective
+    if not isinstance(objective, ObjectiveConfig):
+        _refuse(f"objective={objective!r} is not an ObjectiveConfig")
     if not isinstance(config.gradient_scope, Tail | Sampled) and config.gradient_scope not in ("full", "response_only"):
         _refuse(f"gradient_scope={config.gradient_scope!r} is not one of full, response_only, Tail(...), Sampled(...)")
     if config.state_placement not in STATE_PLACEMENTS:
@@ -169,9 +170,9 @@ def _check_choices(config: TrainConfig) -> None:
         _refuse(f"lr_scheduler_type={config.lr_scheduler_type!r} is not one of {', '.join(SCHEDULES_WITHOUT_METRICS)}")
     if config.warmup_steps and config.lr_scheduler_type == "constant":
         _refuse("warmup_steps reaches nothing with lr_scheduler_type='constant'; use 'constant_with_warmup'")
-    unknown = [name for name in config.trackers if name not in TRACKERS]
-    if isinstance(config.trackers, str) or unknown:
-        _refuse(f"trackers={config.trackers!r}: a tuple of {', '.join(TRACKERS)}")
+    trackers: Any = config.trackers
+    if isinstance(trackers, str) or any(name not in TRACKERS for name in trackers):
+        _refuse(f"trackers={trackers!r}: a tuple of {', '.join(TRACKERS)}")
     interval = config.refresh
     is_interval = isinstance(interval, int) and not isinstance(interval, bool) and interval >= 1
     if not is_interval and not callable(getattr(interval, "decide", None)):
