@@ -14,15 +14,15 @@ ROOT = Path(__file__).resolve().parents[1]
 # front door (`from workbench import update_step`), which only what stands to its right may use.
 LAYERS = (
     "errors types config train_config",
-    "comm progress ops advantages objective memory planner records recordings",
+    "comm progress ops advantages objective memory planner records recordings rewards documents tasks",
     "state architectures parallel",
-    "rewards tasks lora quantization adapter_files policy inputs model_sources loading",
+    "lora quantization adapter_files policy inputs model_sources loading",
     "capture walk replay prompt_gradient rollout step",
     "drift",
     "update train_batch train_metrics evaluate train_states checkpoint train_output train_trackers train calibration",
     "validation",
     "workbench",
-    "documents publish figures studies plan_study plan_figures architecture_study architecture_figures run",
+    "tiny_models publish figures studies plan_study plan_figures architecture_study architecture_figures run",
 )
 ORDER = [part for layer in LAYERS for part in layer.split()]
 RANK = {part: rank for rank, part in enumerate(ORDER)}

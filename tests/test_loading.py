@@ -301,7 +301,7 @@ def test_nf4_gradients_are_those_of_the_same_quantised_model(family, lora, scope
     masked = oracle.adapter_from(policy.model, first) if first else nullcontext()
     with masked, oracle.deterministic_index():
         truth = oracle.grpo_gradient(policy.model, PROMPT, [RESPONSE], [1.0])
-    assert oracle.relative_l2(found, truth) <= 1e-5  # measured <= 2.4e-6
+    assert oracle.relative_l2(found, truth) <= 1e-5  # measured <= 1.1e-6
     experts = {name for name, p in policy.model.named_parameters() if p.dim() == 3 and ".experts." in name}
     assert experts <= policy.unquantized_weights().keys()
     assert bool(experts) == family.startswith(("qwen3_5_moe", "glm"))

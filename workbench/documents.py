@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor
 from workbench.errors import InvalidInputError
 
 # Public, importable everywhere without side effects; about 475,000 characters of reference in all.
-_MODULES = """
+LIBRARY_MODULES = """
     subprocess argparse logging json shutil textwrap statistics difflib tempfile heapq collections csv pathlib random
     calendar configparser contextlib copy dataclasses decimal email enum fileinput fractions functools gettext glob gzip
     http.client http.cookiejar http.server imaplib inspect ipaddress locale mailbox multiprocessing optparse os pickle
@@ -73,6 +74,15 @@ def library_task(tokenizer: Any, prompt_tokens: int) -> DocumentTask:
         )
     prompt_ids = torch.tensor([*document_ids[:document_tokens], *question_ids])
     return DocumentTask(prompt_ids, question, _answer(), document_tokens)
+
+
+@cache
+def library_text() -> str:
+    """The whole reference: signatures and docstrings, the same throughout a process.
+
+    Between processes one entry can differ: the default of `logging.shutdown` lists the handlers that exist by then.
+    """
+    return "".join(_library_entries())
 
 
 def answer_similarity(
@@ -142,7 +152,7 @@ def _library_entries() -> Iterator[str]:
     """The reference, entry by entry: the question's subject first, then every module in turn."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     yield f"Reference of the Python {version} standard library\n\n{_entry(_SUBJECT)}"
-    for name in _MODULES:
+    for name in LIBRARY_MODULES:
         module = import_module(name)
         yield f"# {name}\n\n{inspect.getdoc(module) or ''}\n\n"
         for member in _public_members(module):

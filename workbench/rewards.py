@@ -80,11 +80,6 @@ def compute_rewards(
     return RewardTable(totals, by_function, _excluded(totals, list(named)), {k: tuple(v) for k, v in logged.items()})
 
 
-def check_rewards(functions: RewardFunction | Sequence[RewardFunction], weights: Sequence[float] | None = None) -> None:
-    """Refuse what `compute_rewards` would refuse before it calls any function."""
-    _checked_weights(weights, list(_named(functions)))
-
-
 def exact_answer(completions: Sequence[Any], *, answer: Sequence[str], **_: Any) -> list[float]:
     """1.0 if a completion begins with its answer, else 0.0: a reward function over the column `answer`.
 

@@ -29,13 +29,13 @@ from workbench.inputs import entry_point
 from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.records import RunRecord, provenance
-from workbench.rewards import check_rewards
 from workbench.rollout import sample_responses
 from workbench.train_batch import (
     Batch,
     Group,
     RewardFunctions,
     Task,
+    check_rewards,
     derived_seed,
     make_batch,
     read_checked_tasks,
