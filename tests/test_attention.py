@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from workbench.ops import attention
+from workbench.ops import attention, attention_kernels
 from workbench.ops.attention import AttentionPage, paged_attention, paged_attention_reference
 
 # float64: measured at most 2.6e-15 over every case of this file; 1e-13 leaves room for another summation order, and a
@@ -137,7 +137,7 @@ def selection(given: Problem, density: float = 0.5, seed: int = 1) -> Tensor:
 def kernel(request, monkeypatch) -> str:
     """Every test that asks for this runs on the CPU's flash kernel and on the code that other devices run."""
     if request.param == "matrix products":
-        monkeypatch.setattr(attention, "_has_flash_kernel", lambda query: False)
+        monkeypatch.setattr(attention_kernels, "kernel_of", lambda query, value, mask: attention_kernels.PRODUCTS)
     return request.param
 
 
@@ -177,7 +177,9 @@ def test_a_page_without_a_sink_changes_nothing_else():
     assert set(everything) - set(some) == {f"page {i} d{kind}" for i in (0, 2) for kind in ("key", "value")}
     assert not any(name.startswith("page") for name in nothing)
     for less in (some, nothing):
-        assert all(torch.equal(less[name], everything[name]) for name in less)
+        same = [name for name in less if name != "dquery"]  # that one comes from three products instead of five
+        assert all(torch.equal(less[name], everything[name]) for name in same)
+        assert float((less["dquery"] - everything["dquery"]).abs().max()) < FLOAT64
 
 
 @pytest.mark.parametrize("size", [1e-3, 30.0, 1000.0])

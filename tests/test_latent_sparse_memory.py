@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from tests.allocations import LargestStorage
 from tests.helpers import token_ids
 from workbench import Policy, ResidentState, capture_prompt, update_step
 from workbench.memory import MemoryMeter
@@ -79,22 +79,6 @@ def test_resident_bytes_of_every_layer_kind(family: str) -> None:
 
 
 # ---------------------------------------------------------------- nothing of the size of the prefix
-
-
-class LargestStorage(TorchDispatchMode):
-    """The largest storage, in bytes, behind any tensor that an operation returned; shape: of that tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-        self.shape: tuple[int, ...] = ()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() > self.nbytes:
-                self.nbytes, self.shape = tensor.untyped_storage().nbytes(), tuple(tensor.shape)
-        return result
 
 
 BLOCK, PREFIX = 32, 800

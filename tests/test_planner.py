@@ -182,13 +182,15 @@ def test_the_published_out_of_memory_point() -> None:
 def test_seconds_against_the_notes() -> None:
     """27B, 2,097,152 positions, 8 x H20 at 50 %, G = 8: capture 1,634, replays 434, reverse 5,633 s.
 
-    Found 1,622, 409 and 5,591: the last prompt tokens are counted as response, and the router's and head's share
-    differs. Hence 1 %, and 6 % for the replays.
+    Found 1,531, 409 and 5,271. The notes count the last layer whole; here it stops once its rows are there, which saves
+    5.7 % of a prompt's forward (its attention is a sixteenth of all). Else the last prompt tokens are counted as
+    response, and the router's and head's share differs. Hence 1 %, and 6 % for the replays.
     """
     seconds = make(positions=2_097_152, response_tokens=8192, checkpoint_layers=True).seconds
-    assert seconds["capture"] == pytest.approx(1634, rel=0.01)
+    without_last_layer = 1 - 0.0571
+    assert seconds["capture"] == pytest.approx(1634 * without_last_layer, rel=0.01)
     assert seconds["replay"] == pytest.approx(434, rel=0.06)
-    assert seconds["prompt_gradient"] == pytest.approx(5633, rel=0.01)
+    assert seconds["prompt_gradient"] == pytest.approx(5633 * without_last_layer, rel=0.01)
 
 
 def test_lines_of_time() -> None:

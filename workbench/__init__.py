@@ -24,6 +24,7 @@ from workbench.train import train
 from workbench.train_config import TrainConfig
 from workbench.types import Response, Sampled, StepReport, Tail
 from workbench.update import update_step
+from workbench.walk_checkpoint import WalkCheckpoint
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ __all__ = [
     "Tail",
     "TrainConfig",
     "UnsupportedModelError",
+    "WalkCheckpoint",
     "WorkbenchError",
     "capture_prompt",
     "evaluate",

@@ -14,6 +14,7 @@ from workbench.architectures import adapter_for
 from workbench.errors import InvalidInputError
 from workbench.inputs import check_seed
 from workbench.lora import ADAPTER_SCOPES
+from workbench.model_sources import BUNDLED_MODELS, bundled_model_path, gemma3_270m_path
 from workbench.policy import Policy
 from workbench.quantization import nf4_config
 
@@ -35,7 +36,8 @@ def load_policy(
 ) -> Policy:
     """Load a causal LM and wrap it, with a fresh LoRA adapter if asked.
 
-    source: a transformers or PEFT model, a folder, a hub id, or "gemma3-270m" (the real model of the `demo` extra).
+    source: a transformers or PEFT model, a folder, a hub id, "gemma3-270m" (the real model of the `demo` extra) or the
+        name of a small model trained here (`model_sources.BUNDLED_MODELS`).
     lora: rank, a mapping of `peft.LoraConfig` fields, a LoraConfig, or the folder of a saved adapter, to be trained on;
         alpha defaults to 2 x rank, targets to every
         nn.Linear of the decoder but the sparse-attention indexer, which takes no gradient. Routers and stacked expert
@@ -100,6 +102,13 @@ def _check_device(device: str | torch.device | None) -> None:
         raise InvalidInputError(f"device={device!r} cannot be used here: {error}") from None
 
 
+def named_source(source: str | Path) -> str | Path:
+    """The folder of a model that this package knows by name; anything else as it is."""
+    if str(source) == DEMO_MODEL:
+        return gemma3_270m_path()
+    return bundled_model_path(str(source)) if str(source) in BUNDLED_MODELS else source
+
+
 def _read_model(
     source: str | Path, quantization: str | None, dtype: torch.dtype | None, device: str | torch.device | None
 ) -> tuple[nn.Module, Any]:
@@ -107,10 +116,7 @@ def _read_model(
 
     if not isinstance(source, str | Path) or not str(source):
         raise InvalidInputError(f"source={source!r} is neither a model nor a folder or hub id")
-    if str(source) == DEMO_MODEL:
-        from workbench.model_sources import gemma3_270m_path
-
-        source = gemma3_270m_path()
+    source = named_source(source)
     options: dict[str, Any] = {"dtype": dtype or "auto"}
     if quantization is not None:
         options["quantization_config"] = nf4_config(dtype)
@@ -120,7 +126,7 @@ def _read_model(
     except (OSError, ValueError) as error:
         raise InvalidInputError(
             f"source={str(source)!r} is no readable model folder, no hub id that can be reached from here, and not "
-            f"{DEMO_MODEL!r}: {str(error).splitlines()[0]}"
+            f"{DEMO_MODEL!r} or a bundled model ({', '.join(BUNDLED_MODELS)}): {str(error).splitlines()[0]}"
         ) from error
     if quantization is None and device is not None:
         model = model.to(device)

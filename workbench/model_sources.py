@@ -109,6 +109,34 @@ def quiet_loading() -> Iterator[None]:
                 logging.enable_progress_bar()
 
 
+# --- tiny trained models ------------------------------------------------------------------------------------------
+
+BUNDLED_MODELS = ("tiny-hybrid", "tiny-hybrid-half")
+BUNDLED_FOLDER = Path(__file__).resolve().parents[1] / "data" / "models"
+
+
+class MissingBundledModelError(WorkbenchError, FileNotFoundError):
+    """A bundled model was asked for where there is no `data/models`, as after an install without the checkout."""
+
+
+def bundled_model_path(name: str) -> Path:
+    """Folder of a small trained model with its tokenizer, as `from_pretrained` reads it; see data/models/README.md.
+
+    name: one of BUNDLED_MODELS. The models are files of the source tree, not of an installed package: they are there
+    when the package runs from a checkout (`pip install -e .`), and `python -m workbench.tiny_models NAME` trains them.
+    """
+    if name not in BUNDLED_MODELS:
+        raise InvalidInputError(f"{name!r} is not one of the bundled models: {', '.join(BUNDLED_MODELS)}")
+    folder = BUNDLED_FOLDER / name
+    if not (folder / "config.json").is_file():
+        raise MissingBundledModelError(
+            f"the bundled model {name!r} is not in {BUNDLED_FOLDER}: the models come with the source tree, not with an "
+            "installed package. Work from a checkout (pip install -e .), or train it into a folder and load that: "
+            f"python -m workbench.tiny_models {name}"
+        )
+    return folder
+
+
 # --- tiny random models ------------------------------------------------------------------------------------------
 
 _COMMON: dict[str, Any] = {

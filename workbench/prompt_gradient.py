@@ -80,6 +80,9 @@ def walk_prompt(
     carry_gradient: CarryGradient | None,
     *,
     checkpoint_layers: bool = False,
+    release: bool = False,
+    stop_at: int | None = None,
+    after_chunk: Callable[[int, CarryGradient | None], None] | None = None,
     meter: MemoryMeter,
     tally: Tally | None = None,
     on_graph: Callable[[Tensor], None] | None = None,
@@ -87,23 +90,29 @@ def walk_prompt(
     """Walk the planned prompt chunks from last to first, adding parameter gradients; returns the starts walked.
 
     gradients: what the responses left for the prompt's rows, consumed page by page. carry_gradient: gradient of the
-    carry at the boundary, summed over the group. A chunk that is not walked passes nothing on. One chunk's graph is
-    alive at a time. The policy must be active.
+    carry where the walk begins, summed over the group. A chunk that is not walked passes nothing on. One chunk's graph
+    is alive at a time. The policy must be active.
+    stop_at: walk only chunks before this position, where an interrupted walk had come to.
+    release: free the state's pages and carries as the walk passes them; the state is of no other use afterwards.
+    after_chunk: called with the start of every chunk that was passed and the gradient of the carry there.
     """
     walked: list[int] = []
     tally = Tally() if tally is None else tally
     source = row_source(state.placement, policy.device, tally)
-    chunks = list(enumerate(state.pages))
-    for index, page in progress(chunks[::-1], "prompt gradient", unit="chunk"):
-        if page.start not in plan.starts:
+    spans = [(page.start, page.stop) for page in state.pages if stop_at is None or page.start < stop_at]
+    for index in progress(range(len(spans))[::-1], "prompt gradient", unit="chunk"):
+        start, stop = spans[index]
+        if release:  # the walk makes this chunk's own rows again
+            state.release_from(start)
+        if start not in plan.starts:
             carry_gradient = None
             continue
         segment = Segment(
-            state.prompt_ids[page.start : page.stop],
-            page.start,
+            state.prompt_ids[start:stop],
+            start,
             state.pages[:index],
-            state.carry_at(page.start),
-            f"prompt gradient, chunk [{page.start}, {page.stop})",
+            state.carry_at(start),
+            f"prompt gradient, chunk [{start}, {stop})",
             source=source,
             expected=state.choices_of(index),
             tally=tally,
@@ -112,8 +121,10 @@ def walk_prompt(
         if on_graph is not None:
             on_graph(live.output.hidden)
         carry_gradient = walk_segment(policy, segment, live, gradients, carry_gradient, scale=plan.scale, meter=meter)
-        del live  # the graph must be gone before the next chunk's is built
-        walked.append(page.start)
+        del live, segment  # the graph and its pages must be gone before the next chunk's are built
+        walked.append(start)
+        if after_chunk is not None:
+            after_chunk(start, carry_gradient)
     return walked
 
 

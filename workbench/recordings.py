@@ -47,10 +47,12 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "reach": (
         "model", "scope", "prompt_tokens", "group_size", "response_tokens", "peak_bytes", "floor_bytes", "step_seconds",
     ),
-    # One row: one mode of one benchmark case.
+    # One row: one mode of one benchmark case. flops: counted, null where not; limit_flops: what an exact gradient needs
+    # at least; floor_bytes: rows and their gradients; memory_source: "malloc" (to the byte), "rss" or "torch.cuda".
     "performance": (
         "family", "mode", "prompt_tokens", "group_size", "response_tokens", "cpu_seconds", "cpu_seconds_min",
-        "cpu_seconds_max", "peak_bytes", "flops", "gradient_error", "repeats",
+        "cpu_seconds_max", "peak_bytes", "memory_source", "flops", "limit_flops", "matmul_flops_per_second",
+        "floor_bytes", "gradient_error", "repeats",
     ),
 }  # fmt: skip
 

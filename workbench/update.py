@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from workbench.budget import Schedule, fit_schedule
 from workbench.capture import capture_prompt
 from workbench.config import ObjectiveConfig
-from workbench.errors import NonFiniteError
+from workbench.errors import InvalidInputError, NonFiniteError
 from workbench.inputs import Ids, entry_point
 from workbench.memory import MemoryMeter
 from workbench.objective import StepDenominators, aggregate_metrics, loss_and_coefficients
@@ -32,6 +36,7 @@ from workbench.step import (
 )
 from workbench.types import GradientScope, Response, StepReport, accumulation_dtype
 from workbench.walk import CarryGradient
+from workbench.walk_checkpoint import WalkCheckpoint, WalkKeeper, open_walk, step_identity
 
 DEFAULT_OBJECTIVE = ObjectiveConfig()
 COUNTED = ("choices_verified", "rows_on_host_bytes", "layers_staged", "bytes_staged")
@@ -51,6 +56,8 @@ def update_step(
     block_tokens: int = BLOCK_TOKENS,
     checkpoint_layers: bool = False,
     placement: str = "device",
+    memory_budget: int | str | None = None,
+    walk_checkpoint: WalkCheckpoint | str | Path | None = None,
     state: ResidentState | None = None,
     old_logprobs: Sequence[Tensor] | None = None,
     denominators: StepDenominators | None = None,
@@ -74,6 +81,10 @@ def update_step(
         every ratio is exactly 1.
     denominators: what the loss divides by, of all groups of a step that is accumulated over several calls; default:
         of this group alone.
+    memory_budget: bytes, or text such as "40GB": chunk_tokens, block_tokens, checkpoint_layers and placement are chosen
+        so that the step's peak above its start stays below it (budget.py); naming one of them as well is an error.
+    walk_checkpoint: a folder, or WalkCheckpoint(folder, every_chunks): the prompt walk is saved between chunks, and the
+        same call goes on from there after an interruption (walk_checkpoint.py).
     optimizer: called once, then gradients are set to None. Without it gradients stay in `.grad`; a second call adds.
 
     Departures from the LongStraw paper: the prompt's gradient is kept unless a cheaper scope is named; log-probs and
@@ -88,16 +99,19 @@ def update_step(
     step = checked_step(policy, prompt_ids, responses, rewards, advantages, objective, old_logprobs, denominators)
     check_options(policy, gradient_scope, placement, chunk_tokens, block_tokens, state, optimizer, objective, comm)
     check_state(policy, step, state, gradient_scope, chunk_tokens, allow_stale)
-
     walked_scope = scope_to_walk(policy, gradient_scope)
+    schedule = Schedule(chunk_tokens, block_tokens, checkpoint_layers, placement)
+    if memory_budget is not None:
+        schedule = _fitted(policy, step, schedule, memory_budget, walked_scope, optimizer, state)
+    keeper = _walk_keeper(policy, step, schedule, walk_checkpoint, walked_scope, state)
 
     clock = StageClock(MemoryMeter(policy.device, enabled=measure_memory))
     with clock.meter as meter, GradientsOrNothing(policy) as gradients_or_nothing:
         meter.adopt("weights", policy.model.parameters())
         # 2. Reference log-probs, from the reference's own capture, freed before the policy's begins
-        if objective.beta > 0.0:
+        if objective.beta > 0.0 and not keeper.resumes:
             with clock.stage("reference"):
-                step.ref_logprobs = _reference_logprobs(policy, step, state, chunk_tokens, block_tokens, meter)
+                step.ref_logprobs = _reference_logprobs(policy, step, state, schedule, meter)
         # 3. Capture the prompt without a graph
         captured = state is None
         if state is None:
@@ -105,16 +119,23 @@ def update_step(
                 state = capture_prompt(
                     policy,
                     step.prompt,
-                    chunk_tokens=chunk_tokens,
+                    chunk_tokens=schedule.chunk_tokens,
                     keep_boundaries=needs_boundaries(walked_scope),
-                    placement=placement,
+                    placement=schedule.placement,
                     meter=meter,
                     tally=step.tally,
                 )
+        num_chunks = len(state.pages) if captured else 0
         plan = plan_walk(walked_scope, state)
-        replayed_from, on_host = state.positions + policy.frozen_boundary, state.placement == "host"
+        boundary, on_host = state.positions, state.placement == "host"
+        replayed_from = boundary + policy.frozen_boundary
         step.tally["rows_on_host_bytes"] = total_nbytes(state.row_tensors()) if on_host else 0
-        checkpoint_layers = checkpoint_layers or on_host
+        schedule = replace(
+            schedule,
+            chunk_tokens=state.chunk_tokens,
+            placement=state.placement,
+            checkpoint_layers=schedule.checkpoint_layers or on_host,
+        )
         pages = GradientPages(
             lambda start: plan.wants(start, replayed_from),
             lambda: meter.ledger("gradient_pages"),
@@ -122,41 +143,95 @@ def update_step(
         )
         # 4. Replay the members one at a time
         with clock.stage("replay"), policy.active():
-            carry_gradient = _replay_members(policy, state, step, pages, block_tokens, checkpoint_layers, meter)
+            if keeper.resumes:
+                carry_gradient = keeper.restore(policy, step, pages)
+            else:
+                carry_gradient = _replay_members(policy, state, step, pages, schedule, meter)
+                keeper.passed(policy, step, pages, boundary, carry_gradient)
         meter.tag("gradients", (p.grad for _, p in policy.trainable_parameters() if p.grad is not None))
         # 5. Carry the gradient back through the prompt, once for the whole group
         with clock.stage("prompt_gradient"), policy.active():
-            walked = walk_prompt(
+            walk_prompt(
                 policy,
                 state,
                 plan,
                 pages,
                 carry_gradient,
-                checkpoint_layers=checkpoint_layers,
+                checkpoint_layers=schedule.checkpoint_layers,
+                release=captured,
+                stop_at=keeper.position,
+                after_chunk=partial(keeper.passed, policy, step, pages),
                 meter=meter,
                 tally=step.tally,
                 on_graph=step.census.register,
             )
-        num_chunks = len(state.pages) if captured else 0
         del state, carry_gradient  # a state captured here is freed before the optimizer allocates its own
         # 6. Finalize: all gradients finite, clip, one optimizer call
         with clock.stage("optimizer"), meter.ledger("optimizer"):
             grad_norm = _finalize(policy, gradients_or_nothing, optimizer, objective)
-    return _report(policy, step, gradient_scope, clock, grad_norm, walked, num_chunks, pages)
+    keeper.discard()
+    return _report(policy, step, gradient_scope, schedule, clock, grad_norm, keeper.walked, num_chunks, pages)
 
 
 # ---------------------------------------------------------------- stages
 
 
+def _fitted(
+    policy: Policy,
+    step: Step,
+    given: Schedule,
+    memory_budget: int | str,
+    scope: GradientScope,
+    optimizer: torch.optim.Optimizer | None,
+    state: ResidentState | None,
+) -> Schedule:
+    """The schedule that a budget chooses; what it chooses must not be given as well."""
+    chunk = CHUNK_TOKENS if state is None else given.chunk_tokens
+    for name, default in vars(Schedule(chunk, BLOCK_TOKENS, False, "device")).items():
+        if getattr(given, name) != default:
+            raise InvalidInputError(f"memory_budget chooses {name}: give one of the two, not {name} as well")
+    return fit_schedule(
+        policy,
+        memory_budget,
+        prompt_tokens=step.prompt.numel(),
+        response_tokens=max(ids.numel() for ids in step.responses),
+        group_size=len(step.responses),
+        gradient_scope=scope,
+        optimizer=optimizer,
+        state=state,
+    )
+
+
+def _walk_keeper(
+    policy: Policy,
+    step: Step,
+    schedule: Schedule,
+    options: WalkCheckpoint | str | Path | None,
+    scope: GradientScope,
+    state: ResidentState | None,
+) -> WalkKeeper:
+    """What saves the walk; without a folder it only remembers which chunks were walked."""
+    if options is None:
+        return WalkKeeper()
+    if scope == "response_only":
+        raise InvalidInputError("walk_checkpoint reaches nothing: gradient_scope='response_only' walks no prompt")
+    chunks = schedule.chunk_tokens if state is None else state.chunk_tokens
+    schedule = replace(schedule, chunk_tokens=chunks, planned_bytes=None)
+    options = options if isinstance(options, WalkCheckpoint) else WalkCheckpoint(options)
+    return open_walk(options, step_identity(policy, step, gradient_scope=scope, schedule=schedule))
+
+
 def _reference_logprobs(
-    policy: Policy, step: Step, state: ResidentState | None, chunk_tokens: int, block_tokens: int, meter: MemoryMeter
+    policy: Policy, step: Step, state: ResidentState | None, schedule: Schedule, meter: MemoryMeter
 ) -> list[Tensor]:
     reference = policy.reference
     assert reference is not None
     if state is None or reference.state_key is not policy.state_key:  # else both continue the base model's prompt
-        state = capture_prompt(reference, step.prompt, chunk_tokens=chunk_tokens, keep_boundaries=False, meter=meter)
+        state = capture_prompt(
+            reference, step.prompt, chunk_tokens=schedule.chunk_tokens, keep_boundaries=False, meter=meter
+        )
     return score_responses(
-        reference, state, step.responses, temperature=step.objective.temperature, block_tokens=block_tokens
+        reference, state, step.responses, temperature=step.objective.temperature, block_tokens=schedule.block_tokens
     )
 
 
@@ -165,8 +240,7 @@ def _replay_members(
     state: ResidentState,
     step: Step,
     pages: GradientPages,
-    block_tokens: int,
-    checkpoint_layers: bool,
+    schedule: Schedule,
     meter: MemoryMeter,
 ) -> CarryGradient | None:
     """Replay every member that takes part; returns the summed gradient of the boundary carry."""
@@ -193,9 +267,9 @@ def _replay_members(
             member=member,
             coefficients=coefficients,
             gradients=pages,
-            block_tokens=block_tokens,
+            block_tokens=schedule.block_tokens,
             temperature=step.objective.temperature,
-            checkpoint_layers=checkpoint_layers,
+            checkpoint_layers=schedule.checkpoint_layers,
             meter=meter,
             tally=step.tally,
             on_graph=step.census.register,
@@ -253,6 +327,7 @@ def _report(
     policy: Policy,
     step: Step,
     scope: GradientScope,
+    schedule: Schedule,
     clock: StageClock,
     grad_norm: float,
     walked: list[int],
@@ -263,6 +338,9 @@ def _report(
     metrics["grad_norm"] = grad_norm
     metrics["notes"] += [*_scope_notes(policy, scope), *quantization_notes(policy.model)]
     metrics["entropy_mean"] = step.entropy_sum / max(1, metrics["num_tokens"])
+    if schedule.planned_bytes is not None:
+        note = f"memory_budget chose {schedule}; planned peak at most {schedule.planned_bytes:,} bytes"
+        metrics["notes"] = [*metrics.get("notes", ()), note]
     counters = {
         "prompt_chunks_captured": num_chunks,
         "responses_replayed": len(step.kept),
@@ -272,6 +350,7 @@ def _report(
         "gradient_page_tensors": pages.num_allocated,
         "most_graphs_alive": step.census.most_alive,
         **{name: step.tally[name] for name in COUNTED},
+        **asdict(schedule),
     }
     return StepReport(
         loss=step.loss,

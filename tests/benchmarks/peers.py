@@ -207,6 +207,64 @@ def shared_prefix_checkpointed(model: Any, prompt: Tensor, responses: list[Tenso
     _shared(model, prompt, responses, advantages, checkpointed=True)
 
 
+# ---------------------------------------------------------------- PrefixGrouper
+
+
+def prefix_grouper(model: Any, prompt: Tensor, responses: list[Tensor], advantages: list[float]) -> None:
+    """The prompt and all responses as one row; attention splits it (its own code, over torch's fused attention)."""
+    grouper, count, length = (
+        model.prefix_grouper(len(prompt), [len(r) for r in responses]),
+        len(prompt),
+        len(responses[0]),
+    )
+    ids = torch.cat([prompt, *responses])[None]
+    suffix = torch.arange(count, count + length)
+    positions = torch.cat([torch.arange(count), *[suffix] * len(responses)])[None]
+    hidden = model.model(
+        input_ids=ids,
+        position_ids=positions,
+        use_cache=False,
+        prefix_grouper=grouper,
+    ).last_hidden_state[0]
+    last, *members = hidden[count - 1 :].split([1, *[length] * len(responses)])
+    losses = []
+    for member, response, advantage in zip(members, responses, advantages, strict=True):
+        logits = model.lm_head(torch.cat([last, member[:-1]]))
+        losses.append(_loss(_chosen(logits, response), advantage, len(responses)))
+    torch.stack(losses).sum().backward()
+
+
+def prefix_grouper_checkpointed(model: Any, prompt: Tensor, responses: list[Tensor], advantages: list[float]) -> None:
+    _checkpointing(model)
+    prefix_grouper(model, prompt, responses, advantages)
+
+
+def prepare_prefix_grouper(model: Any) -> None:
+    from prefix_grouper import PrefixGrouper
+    from prefix_grouper.forward import AttentionForward
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, _: Any, *, prefix_grouper: PrefixGrouper,
+        scaling: float, **__: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """What its own registration does for FlashAttention, which takes a mask of padding (none here) and is causal
+        from the lower right."""
+
+        def fused(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+            tokens, rows = q.shape[2], k.shape[2]
+            mask = None if tokens == rows else torch.ones(tokens, rows, dtype=torch.bool).tril(rows - tokens)
+            mask = None if mask is None else mask[None, None].to(q.device)
+            return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling)[0]
+
+        return AttentionForward(fused)(prefix_grouper, query, key, value), None
+
+    AttentionInterface.register("prefix_grouper_sdpa", attention)
+    model.config._attn_implementation = "prefix_grouper_sdpa"
+    model.prefix_grouper = lambda prompt, responses: PrefixGrouper([[prompt, *responses]])
+
+
 # ---------------------------------------------------------------- this repository
 
 
@@ -226,11 +284,18 @@ MODES: dict[str, Step] = {
     "TRL + checkpointing": trl_checkpointed,
     "shared prefix": shared_prefix,
     "shared prefix + checkpointing": shared_prefix_checkpointed,
-    "full, chunk 512": _ours(chunk_tokens=512),
+    "PrefixGrouper": prefix_grouper,
+    "PrefixGrouper + checkpointing": prefix_grouper_checkpointed,
     "full, chunk 512, layer checkpoints": _ours(chunk_tokens=512, checkpoint_layers=True),
-    "full, chunk 256, layer checkpoints": _ours(chunk_tokens=256, checkpoint_layers=True),
+    "full, chunk 1024": _ours(chunk_tokens=1024),
     "response_only, chunk 512": _ours(chunk_tokens=512, gradient_scope="response_only"),
-    "response_only, chunk 512, layer checkpoints": _ours(
-        chunk_tokens=512, gradient_scope="response_only", checkpoint_layers=True
-    ),
 }
+
+
+def prepare(model: Any, mode: str) -> None:
+    """What a mode needs before its step; none of it is measured."""
+    repair(model)
+    if mode.startswith("TRL"):
+        prepare_trl(model)
+    if mode.startswith("PrefixGrouper"):
+        prepare_prefix_grouper(model)

@@ -11,6 +11,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwe
 
 RESPONSE_TOKENS = 128
 VOCAB = 2048
+HIDDEN = {"hybrid": 256, "small-hybrid": 128}
 
 
 def hybrid_config(layers: int = 8, hidden: int = 256) -> Qwen3_5TextConfig:
@@ -53,11 +54,12 @@ class Case:
     prompt_tokens: int
     group: int
 
+    def config(self) -> Any:
+        return dense_config() if self.family == "dense" else hybrid_config(hidden=HIDDEN[self.family])
+
     def model(self) -> Any:
         torch.manual_seed(0)
-        if self.family == "dense":
-            return Qwen3ForCausalLM(dense_config()).eval()
-        return Qwen3_5ForCausalLM(hybrid_config(hidden=128 if self.family == "small-hybrid" else 256)).eval()
+        return (Qwen3ForCausalLM if self.family == "dense" else Qwen3_5ForCausalLM)(self.config()).eval()
 
     def data(self) -> tuple[Tensor, list[Tensor], list[float]]:
         draw = torch.Generator().manual_seed(0)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.ops import attention_kernels as kernels
 from workbench.types import accumulation_dtype
 
 GradientSink = Callable[[Tensor, Tensor], None]
@@ -126,6 +127,10 @@ class _PagedAttention(torch.autograd.Function):
         grad_key = grad_value = None
         # masks are planned again rather than kept: they are as large as the scores
         for part in _plan_parts(query, key, *ctx.plan):
+            if part.page is not None and part.page.sink is None:  # nobody wants this page's dK and dV
+                rows = part.page.key, part.page.value
+                grad_query += kernels.query_gradient(grad_out, query, *rows, out, lse, part.mask, ctx.scaling)
+                continue
             dq, dk, dv = _part_backward(grad_out, query, key, value, out, lse, part, ctx.scaling)
             grad_query += dq
             if part.page is None:
@@ -260,7 +265,7 @@ def _part_forward(query: Tensor, key: Tensor, value: Tensor, part: _Part, scalin
     batch, dtype = query.shape[0], accumulation_dtype(query.dtype)
     fold = batch > 1 and key.shape[0] == 1
     q, mask = (_fold_members(query), _fold_mask(part.mask, batch)) if fold else (query, part.mask)
-    out, lse = _kernel_forward(q, key, value, part.causal, mask, scaling)
+    out, lse = kernels.forward(q, key, value, part.causal, mask, scaling)
     if fold:
         out, lse = _unfold_members(out, batch), _unfold_members(lse, batch)
     out, lse = out.to(dtype), lse.to(dtype)
@@ -285,69 +290,7 @@ def _part_backward(
     batch = query.shape[0]
     fold = batch > 1 and key.shape[0] == 1
     if not fold:
-        return _kernel_backward(grad_out, query, key, value, out, lse, part.causal, part.mask, scaling)
+        return kernels.backward(grad_out, query, key, value, out, lse, part.causal, part.mask, scaling)
     grad_out, query, out, lse = (_fold_members(x) for x in (grad_out, query, out, lse))
-    dq, dk, dv = _kernel_backward(grad_out, query, key, value, out, lse, False, _fold_mask(part.mask, batch), scaling)
+    dq, dk, dv = kernels.backward(grad_out, query, key, value, out, lse, False, _fold_mask(part.mask, batch), scaling)
     return _unfold_members(dq, batch), dk, dv
-
-
-def _has_flash_kernel(query: Tensor) -> bool:
-    """torch's CPU flash kernel returns the log-sum-exp and takes masks; elsewhere plain matrix products serve."""
-    return query.device.type == "cpu"
-
-
-def _kernel_forward(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scaling: float
-) -> tuple[Tensor, Tensor]:
-    if _has_flash_kernel(query):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=mask, scale=scaling
-        )
-    scores = _scores(query, key, causal, mask, scaling)
-    lse = torch.logsumexp(scores, dim=-1)
-    probabilities = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    return (probabilities @ _grouped(value, query).to(probabilities.dtype)), lse
-
-
-def _kernel_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if _has_flash_kernel(query):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scaling
-        )
-    scores = _scores(query, key, causal, mask, scaling)
-    probabilities = torch.exp(scores - lse[..., None])
-    dtype = probabilities.dtype
-    grad, keys, values = grad_out.to(dtype), _grouped(key, query).to(dtype), _grouped(value, query).to(dtype)
-    delta = (grad * out.to(dtype)).sum(dim=-1, keepdim=True)
-    dscores = probabilities * (grad @ values.transpose(-1, -2) - delta) * scaling
-    dq = dscores @ keys
-    dk = _sum_groups(dscores.transpose(-1, -2) @ query.to(dtype), key)
-    dv = _sum_groups(probabilities.transpose(-1, -2) @ grad, value)
-    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
-
-
-def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scaling: float) -> Tensor:
-    scores = (query @ _grouped(key, query).transpose(-1, -2)).to(accumulation_dtype(query.dtype)) * scaling
-    if causal:
-        tokens = query.shape[2]
-        hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu_(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    return scores if mask is None else scores + mask
-
-
-def _grouped(rows: Tensor, query: Tensor) -> Tensor:
-    return rows.repeat_interleave(query.shape[1] // rows.shape[1], dim=1)
-
-
-def _sum_groups(grad: Tensor, rows: Tensor) -> Tensor:
-    return grad.unflatten(1, (rows.shape[1], -1)).sum(dim=2)

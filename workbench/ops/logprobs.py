@@ -38,13 +38,10 @@ class Head:
         return logits if self.vocab_size in (None, logits.shape[-1]) else logits[..., : self.vocab_size]
 
 
-def _row_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Chosen log-probabilities [rows] and the whole log-softmax [rows, V], accumulation dtype."""
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Logits over temperature in the accumulation dtype; the given ones, which the caller must own, are overwritten."""
     scaled = logits.to(accumulation_dtype(logits.dtype))
-    if temperature != 1.0:
-        scaled = scaled / temperature
-    logprobs = torch.log_softmax(scaled, dim=-1)
-    return logprobs.gather(-1, targets[:, None])[:, 0], logprobs
+    return scaled if temperature == 1.0 else scaled.div_(temperature)
 
 
 @torch.no_grad()
@@ -55,9 +52,9 @@ def token_logprobs(head: Head, hidden: Tensor, targets: Tensor, *, temperature: 
     """
     chosen, entropies = [], []
     for rows, wanted in zip(hidden.split(ROWS_AT_ONCE), targets.split(ROWS_AT_ONCE), strict=True):
-        picked, logprobs = _row_logprobs(head(rows), wanted, temperature)
+        logprobs = torch.log_softmax(_scaled(head(rows), temperature), dim=-1)
+        chosen.append(logprobs.gather(-1, wanted[:, None])[:, 0])
         probabilities = logprobs.exp_()
-        chosen.append(picked)
         entropies.append(-torch.xlogy(probabilities, probabilities).sum(dim=-1))
         del logprobs, probabilities  # a block's must be gone before the next block's logits are there
     if not chosen:
@@ -96,12 +93,24 @@ def is_plain(module: nn.Module) -> bool:
     return weight is not None and not any(hooks) and "forward" not in vars(module)
 
 
+def _logits_gradient(logits: Tensor, targets: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """d sum(weight * log-softmax(logits / temperature)[targets]) / d logits: weight / temperature * (onehot - softmax).
+
+    [rows, V] in the accumulation dtype. Written out, because autograd would hold four tensors of this size.
+    """
+    gradient = torch.softmax(_scaled(logits, temperature), dim=-1)
+    factor = weight.to(gradient.dtype)[:, None] / temperature
+    return gradient.mul_(-factor).scatter_add_(-1, targets[:, None], factor)
+
+
 def _through_module(head: Head, rows: Tensor, targets: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """Any head: autograd through a few rows; serves LoRA, quantised and wrapped heads."""
     with torch.enable_grad():
         leaf = rows.detach().requires_grad_()
-        picked, _ = _row_logprobs(head(leaf), targets, temperature)
-        torch.autograd.backward(picked, weight.to(picked.dtype))
+        logits = head(leaf)
+    # autograd may have kept the logits, as a soft cap's own result: they stay as they are
+    own = logits.detach() if temperature == 1.0 else logits.detach().clone()
+    torch.autograd.backward(logits, _logits_gradient(own, targets, weight, temperature).to(logits.dtype))
     assert leaf.grad is not None
     return leaf.grad
 
@@ -110,17 +119,19 @@ def _through_module(head: Head, rows: Tensor, targets: Tensor, weight: Tensor, t
 def _through_linear(head: Head, rows: Tensor, targets: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """A plain linear head: its weight gradient is accumulated in place, without a vocabulary x hidden temporary."""
     linear: Any = head.module
-    leaf = linear(rows).requires_grad_()
-    with torch.enable_grad():
-        picked, _ = _row_logprobs(head.finished(leaf), targets, temperature)
-        torch.autograd.backward(picked, weight.to(picked.dtype))
-    del picked
-    assert leaf.grad is not None
+    logits = linear(rows)
+    if head.finish is None and head.vocab_size in (None, logits.shape[-1]):
+        gradient = _logits_gradient(logits, targets, weight, temperature).to(rows.dtype)
+    else:
+        gradient = _through_module(
+            Head(lambda x: x, head.finish, head.vocab_size), logits, targets, weight, temperature
+        )
+    del logits
     if linear.weight.requires_grad:
         if linear.weight.grad is None:
             linear.weight.grad = torch.zeros_like(linear.weight)
-        linear.weight.grad.addmm_(leaf.grad.T, rows)
+        linear.weight.grad.addmm_(gradient.T, rows)
     if linear.bias is not None and linear.bias.requires_grad:
-        bias_gradient = leaf.grad.sum(dim=0)
+        bias_gradient = gradient.sum(dim=0)
         linear.bias.grad = bias_gradient if linear.bias.grad is None else linear.bias.grad.add_(bias_gradient)
-    return leaf.grad @ linear.weight
+    return gradient @ linear.weight

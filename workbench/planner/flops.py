@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from workbench.planner.graph import SUB_CHUNK
 from workbench.planner.request import Request
 from workbench.planner.shapes import Attention, GatedDelta, Latent, Layer, ModelShape
 from workbench.planner.sizes import row_bytes_per_token, weight_bytes
@@ -19,8 +20,9 @@ SECONDS_BAND = (0.71, 1.43)  # 70 % and 35 % of peak, relative to 50 %
 
 # Backward of a linear in forwards: 1 for its input; 1 more for its weight when that is trained.
 INPUT_GRADIENT, WEIGHT_GRADIENT = 1.0, 1.0
-# Flash attention's backward: 5 products against the forward's 2.
+# Flash attention's backward: 5 products against the forward's 2; 3 of them where the rows take no gradient.
 ATTENTION_BACKWARD = 2.5
+QUERY_GRADIENT = 1.5
 
 
 def pair_sum(first: int, last: int) -> int:
@@ -29,12 +31,65 @@ def pair_sum(first: int, last: int) -> int:
 
 
 def dense_flops_per_token(shape: ModelShape) -> int:
-    """2 per matrix element that a token meets, head left out; plus the recurrence's four products per state element."""
-    total = 0
-    for layer, count in shape.groups:
-        state = 8 * layer.mixer.carry_fp32_elements if isinstance(layer.mixer, GatedDelta) else 0
-        total += count * (2 * layer.active_weights + state)
-    return total
+    """2 per matrix element that a token meets, head left out; plus what the recurrence does for a token."""
+    return sum(count * layer_flops_per_token(layer) for layer, count in shape.groups)
+
+
+def layer_flops_per_token(layer: Layer) -> int:
+    return 2 * layer.active_weights + recurrence_flops_per_token(layer)
+
+
+def recurrence_flops_per_token(layer: Layer) -> int:
+    """The scan of `ops/gated_delta.py` over sub-chunks of C tokens, and the short convolution before it.
+
+    Per value head and token: 2 C k each for k k^T, q k^T; C (k + v) for the triangular solve; 2 k k and 2 k v to make a
+    step; 2 k k v / C to take it; 2 k v each for reading the state with q and w; 2 C v for the products within C.
+    """
+    mixer = layer.mixer
+    if not isinstance(mixer, GatedDelta):
+        return 0
+    k, v, c = mixer.key_dim, mixer.value_dim, SUB_CHUNK
+    per_head = 4 * c * k + c * (k + v) + 2 * k * k + 2 * k * v + 2 * k * k * v // c + 4 * k * v + 2 * c * v
+    return mixer.value_heads * per_head + 2 * mixer.channels * mixer.kernel
+
+
+def state_flops_per_token(layer: Layer, *, queries: bool) -> int:
+    """What a last layer does for a prompt token, whose output nobody needs: up to its rows and carry.
+
+    queries: with the projections that make no state but that the stock module computes before it has one.
+    """
+    mixer = layer.mixer
+    if isinstance(mixer, GatedDelta):
+        return 2 * sum(linear.weights for linear in mixer.linears() if linear.source == "x") + (
+            recurrence_flops_per_token(layer)
+        )
+    wanted = {"k_proj", "v_proj", "kv_a_proj_with_mqa", "wk"} | ({"q_proj", "q_a_proj", "wq_b"} if queries else set())
+    return 2 * sum(linear.weights for linear in mixer.linears() if linear.name in wanted)
+
+
+def prompt_flops_per_token(shape: ModelShape, *, queries: bool = True) -> int:
+    """Forward of a prompt token: the last layer stops once its state is there (attention left out here)."""
+    last = shape.layers[-1]
+    return dense_flops_per_token(shape) - layer_flops_per_token(last) + state_flops_per_token(last, queries=queries)
+
+
+def prompt_attention_flops(shape: ModelShape, first: int, last: int) -> int:
+    """Forward attention of prompt tokens; the last layer has none."""
+    return attention_flops(shape, first, last) - layer_attention_flops(shape.layers[-1], first, last)
+
+
+def exact_gradient_flops(
+    shape: ModelShape, *, prompt_tokens: int, response_tokens: int, group_size: int, through_prompt: bool = True
+) -> int:
+    """The least that a step can do: every token forward once, and backward (twice a forward) where a gradient goes.
+
+    through_prompt=False: the prompt's part of the gradient is left out, so the prompt is only run forward.
+    """
+    resident = prompt_tokens - 1
+    prompt = resident * prompt_flops_per_token(shape, queries=False) + prompt_attention_flops(shape, 0, resident)
+    per_token = dense_flops_per_token(shape) + head_flops_per_token(shape)
+    response = response_tokens * per_token + attention_flops(shape, resident, resident + response_tokens)
+    return prompt * (3 if through_prompt else 1) + 3 * group_size * response
 
 
 def head_flops_per_token(shape: ModelShape) -> int:
@@ -94,7 +149,7 @@ def work_by_phase(shape: ModelShape, request: Request) -> dict[str, Work]:
 
 def _capture(shape: ModelShape, request: Request) -> Work:
     tokens = request.resident_tokens
-    flops = tokens * dense_flops_per_token(shape) + attention_flops(shape, 0, tokens)
+    flops = tokens * prompt_flops_per_token(shape) + prompt_attention_flops(shape, 0, tokens)
     reads = request.num_chunks * weight_bytes(shape, request)
     staged = _staged_bytes(shape, request, tuple(range(request.num_chunks)), both_ways=False)
     return Work(flops, request.num_chunks, reads, staged)
@@ -107,12 +162,17 @@ def _backward_share(request: Request) -> float:
 
 
 def _replay(shape: ModelShape, request: Request) -> Work:
-    """Forward over all blocks, all but the last again with a graph, backward over all; the head is part of it."""
+    """Forward over all blocks, all but the last again with a graph, backward over all.
+
+    The head runs twice, for the log-probs and, a few rows at a time, for their gradient.
+    """
     tokens, first = request.response_tokens, request.resident_tokens
     again = 1.0 - 1.0 / request.num_blocks
-    dense = tokens * (dense_flops_per_token(shape) + head_flops_per_token(shape))
+    dense, head = tokens * dense_flops_per_token(shape), tokens * head_flops_per_token(shape)
     attention = attention_flops(shape, first, first + tokens)
     one = dense * (1.0 + again + _backward_share(request)) + attention * (1.0 + again + ATTENTION_BACKWARD)
+    one += head * (2.0 + INPUT_GRADIENT + (WEIGHT_GRADIENT if request.training == "full" else 0.0))
+    one -= (ATTENTION_BACKWARD - QUERY_GRADIENT) * _rows_without_gradient(shape, request)
     passes = request.group_size * (3 * request.num_blocks - 1)
     resident = row_bytes_per_token(shape, request.compute_bytes) * request.rank_tokens(first)
     link = passes * resident if request.placement == "host" else 0.0
@@ -120,18 +180,52 @@ def _replay(shape: ModelShape, request: Request) -> Work:
     return Work(request.group_size * one, segments, passes * weight_bytes(shape, request), link)
 
 
+def _pair_flops(layers: tuple[Layer, ...]) -> int:
+    """Forward operations of one (query, key) pair in softmax attention without a window."""
+    mixers = [layer.mixer for layer in layers]
+    return sum(4 * m.query_width for m in mixers if isinstance(m, Attention) and m.window is None)
+
+
+def _rows_without_gradient(shape: ModelShape, request: Request) -> int:
+    """Attention of one response over prompt rows that the scope gives no gradient."""
+    chunks = request.walked_chunks
+    if len(chunks) == request.num_chunks:
+        return 0
+    walked = sum(request.chunk_length(index) for index in chunks)
+    return request.response_tokens * (request.resident_tokens - walked) * _pair_flops(shape.layers)
+
+
+def _walked_over_unwalked(shape: ModelShape, request: Request) -> int:
+    """The same of the walked chunks over earlier chunks that are not walked; the last layer has no attention there."""
+    walked, unwalked, pairs = set(request.walked_chunks), 0, 0
+    if len(walked) in (0, request.num_chunks):
+        return 0
+    for index in range(request.num_chunks):
+        if index in walked:
+            pairs += request.chunk_length(index) * unwalked
+        else:
+            unwalked += request.chunk_length(index)
+    return pairs * _pair_flops(shape.layers[:-1])
+
+
 def _prompt_gradient(shape: ModelShape, request: Request) -> Work:
     """Each walked chunk forward again and backward, once for the whole group."""
     chunks = request.walked_chunks
     tokens = sum(request.chunk_length(index) for index in chunks)
     attention = sum(
-        attention_flops(shape, index * request.chunk_tokens, index * request.chunk_tokens + request.chunk_length(index))
+        prompt_attention_flops(
+            shape, index * request.chunk_tokens, index * request.chunk_tokens + request.chunk_length(index)
+        )
         for index in (chunks if len(chunks) < request.num_chunks else ())
     )
     if len(chunks) == request.num_chunks:
-        attention = attention_flops(shape, 0, request.resident_tokens)
-    flops = tokens * dense_flops_per_token(shape) * (1.0 + _backward_share(request))
+        attention = prompt_attention_flops(shape, 0, request.resident_tokens)
+    # queries of the last layer are computed on the way, forward only
+    flops = tokens * prompt_flops_per_token(shape, queries=False) * (1.0 + _backward_share(request))
+    again = 2.0 if request.rebuilds_layers else 1.0
+    flops += again * tokens * (prompt_flops_per_token(shape) - prompt_flops_per_token(shape, queries=False))
     flops += attention * (1.0 + ATTENTION_BACKWARD)
+    flops -= (ATTENTION_BACKWARD - QUERY_GRADIENT) * _walked_over_unwalked(shape, request)
     reads = 2 * len(chunks) * weight_bytes(shape, request)
     return Work(flops, len(chunks), reads, _staged_bytes(shape, request, chunks, both_ways=True))
 

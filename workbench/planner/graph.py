@@ -21,8 +21,8 @@ SUB_CHUNK = 64  # tokens of one step of the Gated DeltaNet scan
 NORM_STATISTIC = FP32_BYTES  # 1 / rms per token
 LOG_SUM_EXP = FP32_BYTES  # per query head
 
-# Live copies of a logit in the head's backward: the logit, its log-softmax, the gradient of both and of the gather.
-HEAD_BYTES_PER_LOGIT = 16
+# Live copies of a logit in the head, forward and backward: the logit and its softmax.
+HEAD_BYTES_PER_LOGIT = 8
 
 
 def linear_input_bytes(layer: Layer, request: Request) -> int:

@@ -102,6 +102,16 @@ class GradientPages:
         kept = slots[layer, name]
         kept[0, 0].index_add_(0, index.to(kept.device), gradient.to(kept.device, kept.dtype))
 
+    def items(self) -> Iterator[tuple[int, int, str, Tensor]]:
+        """(page start, layer, name, gradient) of everything that is held."""
+        for start, slots in self._pages.items():
+            yield from ((start, layer, name, gradient) for (layer, name), gradient in slots.items())
+
+    def put(self, start: int, layer: int, name: str, gradient: Tensor) -> None:
+        """Put back a gradient that `items` gave."""
+        with self._allocating():
+            self._pages.setdefault(start, {})[layer, name] = gradient.to(self._device or gradient.device, copy=True)
+
     def take(self, start: int) -> dict[tuple[int, str], Tensor]:
         """Remove and return the gradients of the page that begins at `start`: {(layer, name): gradient}."""
         return self._pages.pop(start, {})

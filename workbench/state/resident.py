@@ -88,6 +88,14 @@ class ResidentState:
         """Carry of every layer before the token at `position` (a chunk start, or the boundary)."""
         return self._carries[position]
 
+    def release_from(self, position: int) -> None:
+        """Drop pages that begin at `position` or later, and carries after it: a walk that has come here is past them.
+
+        For a state that its step owns; it can only be walked further afterwards.
+        """
+        self._pages = tuple(page for page in self._pages if page.start < position)
+        self._carries = {at: carry for at, carry in self._carries.items() if at <= position}
+
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for page in self._pages:
             for rows in page.layers:
