@@ -1,6 +1,7 @@
 """The truth that the engine is compared with: the model's own full-sequence forward under conventional autograd.
 
-Nothing here uses the engine. Three context managers change transformers for *both* sides where a comparison needs it:
+Nothing here uses the engine, but for the names in `ObjectiveConfig`. Three context managers change transformers for
+*both* sides where a comparison needs it:
 
 - `lifted_float32_casts`: transformers casts to float32 inside norms, rotary tables, Gated DeltaNet and routers; in a
   float64 comparison those casts would hide everything below 1e-7, so float64 tensors stay float64.
@@ -28,6 +29,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from workbench.config import ObjectiveConfig
+
 Gradients = dict[str, Tensor]
 
 
@@ -48,6 +51,43 @@ def grpo_gradient(
         logprobs = sequence_logprobs(model, prompt, response)
         ratio = torch.exp(logprobs - logprobs.detach())
         (-(advantage * ratio).sum() / (len(responses) * len(response))).backward()
+    return take_gradients(model)
+
+
+Member = tuple[Tensor, Tensor, Tensor, float]  # prompt, response, old log-probs, advantage
+
+
+def objective_gradient(
+    model: nn.Module, members: Sequence[Member], config: ObjectiveConfig, reference: nn.Module | None = None
+) -> Gradients:
+    """The six losses as their papers write them, joint over all members of a step, by full autograd."""
+    total = torch.zeros((), dtype=torch.float64)
+    num_tokens = sum(len(response) for _, response, _, _ in members)
+    for prompt, response, old_logprobs, advantage in members:
+        logprobs = sequence_logprobs(model, prompt, response, config.temperature)
+        log_ratio = logprobs - old_logprobs
+        if config.loss in ("gspo", "luspo"):
+            log_ratio = log_ratio.mean().expand(len(response))
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+        terms = -torch.minimum(ratio * advantage, clipped * advantage)
+        if config.loss == "cispo":
+            terms = -ratio.detach().clamp(max=1 + config.clip_high) * advantage * logprobs
+        if reference is not None:
+            with torch.no_grad():
+                ref = sequence_logprobs(reference, prompt, response, config.temperature)
+            terms = terms + config.beta * ((ref - logprobs).exp() - (ref - logprobs) - 1)
+        weight = {
+            "grpo": 1 / (len(members) * len(response)),
+            "gspo": 1 / (len(members) * len(response)),
+            "dapo": 1 / num_tokens,
+            "cispo": 1 / num_tokens,
+            "dr_grpo": 1 / (len(members) * (config.max_response_tokens or 1)),
+            "luspo": 1 / len(members),
+        }[config.loss]
+        total = total + weight * terms.sum()
+    model.zero_grad()
+    total.backward()
     return take_gradients(model)
 
 
@@ -160,3 +200,25 @@ def detached_prompt(model: nn.Module, boundary: int) -> Iterator[None]:
             yield
         finally:
             config._attn_implementation = before
+
+
+@contextmanager
+def adapter_from(model: nn.Module, first: int) -> Iterator[None]:
+    """The adapter acts at positions >= first only, in a forward over the whole sequence."""
+
+    def mask(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        keep = (torch.arange(output.shape[-2]) >= first).to(output.dtype)
+        return output * keep[:, None]
+
+    layers = [module for name, module in model.named_modules() if name.endswith("lora_B.default")]
+    handles = [layer.register_forward_hook(mask) for layer in layers]
+    assert handles
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_adapted(prompt_tokens: int, scope: str) -> int:
+    return prompt_tokens if scope == "response" else prompt_tokens - 1

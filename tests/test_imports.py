@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # Left to right, as docs/architecture.md draws it. `workbench` is the package's own
 # front door (`from workbench import update_step`), which only what stands to its right may use.
 LAYERS = (
-    "errors types config",
+    "errors types config train_config",
     "comm progress ops advantages objective memory planner records recordings rewards documents tasks",
     "state architectures parallel",
-    "policy inputs model_sources loading",
+    "lora quantization adapter_files policy inputs model_sources loading",
     "capture walk replay prompt_gradient rollout step budget walk_checkpoint",
     "drift",
-    "update train calibration",
+    "update train_batch train_metrics evaluate train_states checkpoint train_output train_trackers train calibration",
     "validation",
     "workbench",
     "publish figures tiny_models studies plan_study plan_figures architecture_study architecture_figures "

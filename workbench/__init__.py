@@ -11,13 +11,17 @@ from workbench.errors import (
     UnsupportedModelError,
     WorkbenchError,
 )
+from workbench.evaluate import evaluate
 from workbench.loading import load_policy
+from workbench.objective import StepDenominators
 from workbench.planner import Plan, plan
 from workbench.policy import Policy
 from workbench.replay import score_responses
 from workbench.rollout import sample_responses
 from workbench.state.pages import LayerState
 from workbench.state.resident import ResidentState
+from workbench.train import train
+from workbench.train_config import TrainConfig
 from workbench.types import Response, Sampled, StepReport, Tail
 from workbench.update import update_step
 from workbench.walk_checkpoint import WalkCheckpoint
@@ -36,16 +40,20 @@ __all__ = [
     "Response",
     "Sampled",
     "StaleStateError",
+    "StepDenominators",
     "StepReport",
     "Tail",
+    "TrainConfig",
     "UnsupportedModelError",
     "WalkCheckpoint",
     "WorkbenchError",
     "capture_prompt",
+    "evaluate",
     "group_advantages",
     "load_policy",
     "plan",
     "sample_responses",
     "score_responses",
+    "train",
     "update_step",
 ]

@@ -44,14 +44,14 @@ def capture_prompt(
     check_placement(placement)
     prompt = check_prompt(policy, prompt_ids)
     meter = meter or NO_METER
-    weight_version = policy.weight_version
+    weight_version = policy.state_version
     boundary = prompt.numel() - 1
     pages: list[Page] = []
     carry: Carry = empty_carry(policy)
     carries: dict[int, Carry] = {0: carry}
     choices: list[Choices] = []
     source = row_source(placement, policy.device, tally)
-    with policy.active(), torch.no_grad():
+    with policy.active(), policy.at_prompt(), torch.no_grad():
         for start, stop in progress(list(chunk_spans(0, boundary, chunk_tokens)), "capture", unit="chunk"):
             context = ChunkContext(start, pages, carry, source=source)
             place = f"capture, prompt chunk [{start}, {stop})"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from workbench.architectures.base import replaced
+from workbench.adapter_files import read_adapter, untranslated_names
+from workbench.architectures import adapter_for
 from workbench.errors import InvalidInputError
 from workbench.inputs import check_seed
+from workbench.lora import ADAPTER_SCOPES
 from workbench.model_sources import BUNDLED_MODELS, bundled_model_path, gemma3_270m_path
 from workbench.policy import Policy
+from workbench.quantization import nf4_config
 
 DEMO_MODEL = "gemma3-270m"
 
@@ -36,17 +38,25 @@ def load_policy(
 
     source: a transformers or PEFT model, a folder, a hub id, "gemma3-270m" (the real model of the `demo` extra) or the
         name of a small model trained here (`model_sources.BUNDLED_MODELS`).
-    lora: rank, a mapping of `peft.LoraConfig` fields or a LoraConfig; alpha defaults to 2 x rank, targets to every
+    lora: rank, a mapping of `peft.LoraConfig` fields, a LoraConfig, or the folder of a saved adapter, to be trained on;
+        alpha defaults to 2 x rank, targets to every
         nn.Linear of the decoder but the sparse-attention indexer, which takes no gradient. Routers and stacked expert
         weights are no nn.Linear and stay frozen; experts are adapted with
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]. Names mean modules of the loaded model:
         PEFT's translation of names from transformers 4 is off. The base model is frozen; B starts at zero.
     seed: of the adapter's initial values.
-    quantization: None or "nf4" (bitsandbytes, for folders and hub ids).
-    adapter_scope: "all" is the only scope implemented. reference, vocab_size, max_positions: see `Policy`.
+    quantization: None or "nf4" (bitsandbytes, for folders and hub ids). It quantises nn.Linear only: stacked expert
+        weights, embedding and head stay as they are (`Policy.unquantized_weights` names them).
+    adapter_scope: where the adapter acts; "response" and "replay" leave the prompt to the base model, and default
+        targets then leave out what responses apply to prompt rows (kv_b_proj of latent attention).
+    reference, vocab_size, max_positions: see `Policy`.
     """
-    if adapter_scope != "all":
-        raise InvalidInputError(f"adapter_scope={adapter_scope!r} is not implemented; only 'all' is")
+    if adapter_scope not in ADAPTER_SCOPES:
+        raise InvalidInputError(f"adapter_scope={adapter_scope!r} is not one of {', '.join(ADAPTER_SCOPES)}")
+    if adapter_scope != "all" and lora is None and not hasattr(source, "peft_config"):
+        raise InvalidInputError(
+            f"adapter_scope={adapter_scope!r} is about a LoRA adapter: give lora=..., or a PEFT model as source"
+        )
     if quantization not in (None, "nf4"):
         raise InvalidInputError(f"quantization={quantization!r} is not one of None, 'nf4'")
     check_seed(seed)
@@ -62,6 +72,7 @@ def load_policy(
         Policy(
             source,
             reference=None if lora is not None else reference,
+            adapter_scope="all" if lora is not None else adapter_scope,
             vocab_size=vocab_size,
             max_positions=max_positions,
         )
@@ -70,9 +81,18 @@ def load_policy(
         model, tokenizer = source.to(device=device, dtype=dtype), None
     else:
         model, tokenizer = _read_model(source, quantization, dtype, device)
-    if lora is not None:
-        model = _with_lora(model, lora, seed)
-    return Policy(model, tokenizer, reference=reference, vocab_size=vocab_size, max_positions=max_positions)
+    if isinstance(lora, Path) or (isinstance(lora, str) and Path(lora).is_dir()):
+        model = read_adapter(model, Path(lora))
+    elif lora is not None:
+        model = _with_lora(model, lora, seed, frozen_prompt=adapter_scope != "all")
+    return Policy(
+        model,
+        tokenizer,
+        reference=reference,
+        vocab_size=vocab_size,
+        max_positions=max_positions,
+        adapter_scope=adapter_scope,
+    )
 
 
 def _check_device(device: str | torch.device | None) -> None:
@@ -99,7 +119,7 @@ def _read_model(
     source = named_source(source)
     options: dict[str, Any] = {"dtype": dtype or "auto"}
     if quantization is not None:
-        options["quantization_config"] = _nf4(dtype)
+        options["quantization_config"] = nf4_config(dtype)
         options["device_map"] = device or "cpu"
     try:
         model = AutoModelForCausalLM.from_pretrained(source, **options)
@@ -113,60 +133,31 @@ def _read_model(
     return model.eval(), AutoTokenizer.from_pretrained(source)
 
 
-def _nf4(dtype: torch.dtype | None) -> Any:
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise InvalidInputError("quantization='nf4' needs bitsandbytes: install the `quantization` extra") from error
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype or torch.float32,
-    )
-
-
-def _with_lora(model: nn.Module, lora: Any, seed: int) -> nn.Module:
+def _with_lora(model: nn.Module, lora: Any, seed: int, *, frozen_prompt: bool) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     if hasattr(model, "peft_config"):
         raise InvalidInputError("lora: the model has an adapter already; leave lora=None to train that one")
     try:
         is_config = isinstance(lora, LoraConfig)
-        config = lora if is_config else LoraConfig(task_type="CAUSAL_LM", **_lora_fields(model, lora))
-        with torch.random.fork_rng(devices=[]), _untranslated_names():
+        config = lora if is_config else LoraConfig(task_type="CAUSAL_LM", **_lora_fields(model, lora, frozen_prompt))
+        with torch.random.fork_rng(devices=[]), untranslated_names():
             torch.manual_seed(seed)
             return get_peft_model(model, config)
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"lora={lora!r}: {error}") from error
 
 
-def _lora_fields(model: nn.Module, lora: int | Mapping[str, Any]) -> dict[str, Any]:
+def _lora_fields(model: nn.Module, lora: int | Mapping[str, Any], frozen_prompt: bool) -> dict[str, Any]:
     if isinstance(lora, bool) or not isinstance(lora, int | Mapping):
-        raise TypeError("give a rank, a mapping of peft.LoraConfig fields or a LoraConfig")
+        raise TypeError(
+            "give a rank, a mapping of peft.LoraConfig fields, a LoraConfig or the folder of a saved adapter"
+        )
     fields: dict[str, Any] = {"r": lora} if isinstance(lora, int) else dict(lora)
     fields.setdefault("lora_alpha", 2 * fields.get("r", 8))
-    fields.setdefault("target_modules", _decoder_linears(model))
+    left_out = adapter_for(model).applied_to_prompt_rows if frozen_prompt else ()
+    fields.setdefault("target_modules", [n for n in _decoder_linears(model) if n.rsplit(".", 1)[-1] not in left_out])
     return fields
-
-
-@contextmanager
-def _untranslated_names() -> Iterator[None]:
-    """PEFT reads gate_proj, up_proj and down_proj in a mixture-of-experts model as its routed experts.
-
-    They were modules of that name in transformers 4. The dense and shared feed-forwards, which still are, would get no
-    adapter, without a word. PeftModel.from_pretrained translates as well: reading a saved adapter back outside this
-    context drops their part, with a warning only (peft 0.21).
-    """
-    try:
-        from peft.utils import transformers_weight_conversion as conversion
-    except ImportError:  # a PEFT that does not translate yet
-        yield
-        return
-    with replaced(conversion, "convert_peft_config_for_transformers", lambda *_, **__: None):
-        yield
 
 
 def _decoder_linears(model: nn.Module) -> list[str]:

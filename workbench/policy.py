@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,19 @@ from torch import nn
 
 from workbench.architectures import Adapter, adapter_for
 from workbench.errors import InvalidInputError, UnsupportedModelError
+from workbench.lora import (
+    ADAPTER_SCOPES,
+    adapter_layers,
+    adapter_selection,
+    changes_base,
+    check_frozen_prompt,
+    is_adapter_parameter,
+    peft_model,
+    rewritten_by_forward,
+    selected_adapter,
+)
 from workbench.ops.logprobs import Head
+from workbench.quantization import differentiable_quantized_layers, unquantized_weights
 
 
 class Policy:
@@ -27,6 +39,10 @@ class Policy:
     vocab_size: true vocabulary size when the head has extra padding columns; log-probabilities are normalised over the
         first `vocab_size` ids only. Default: the configuration's.
     max_positions: lifts (or lowers) the configuration's max_position_embeddings limit.
+    adapter_scope: where a LoRA adapter acts. "all": everywhere. "response" (prefix-frozen): off at every prompt
+        position, so the first response token is the base model's choice. "replay": off at the captured positions, on
+        from the last prompt token, whose logits score the first response token. In the last two the resident state
+        depends on the base weights only: it never goes stale, and the gradient stops at the boundary by itself.
     """
 
     def __init__(
@@ -37,14 +53,20 @@ class Policy:
         reference: str | nn.Module | Policy | None = None,
         vocab_size: int | None = None,
         max_positions: int | None = None,
+        adapter_scope: str = "all",
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         if not isinstance(model, nn.Module):
             raise UnsupportedModelError(f"a policy wraps a transformers or PEFT model, not a {type(model).__name__}")
-        self._peft = _peft_model(model)
+        if adapter_scope not in ADAPTER_SCOPES:
+            raise InvalidInputError(f"adapter_scope={adapter_scope!r} is not one of {', '.join(ADAPTER_SCOPES)}")
+        self.adapter_scope = adapter_scope
+        self._peft = peft_model(model)
         _require_differentiable_weights(model)
         self.adapter: Adapter = adapter_for(self._peft.get_base_model() if self._peft is not None else model)
+        if self.frozen_prompt:
+            check_frozen_prompt(model, adapter_scope, self.adapter.applied_to_prompt_rows)
         self.vocab_size = self._true_vocab_size(vocab_size)
         if max_positions is not None and not _is_size(max_positions):
             raise InvalidInputError(f"max_positions={max_positions!r} must be >= 1, a whole number")
@@ -52,7 +74,7 @@ class Policy:
         self.state_key: object = object()
         self._adapter_name: str | None = None  # None: whatever adapter is active; "base": adapters off
         self._weights_of: Policy = self
-        self._weight_version = 0
+        self._weight_version = self._base_version = 0
         self._fingerprint = self._current_fingerprint()
         self._reference = self._resolve_reference(reference)
 
@@ -63,17 +85,40 @@ class Policy:
         torch does not count writes through `parameter.data`; after such a write call `note_weight_change`
         (`update_step` does, whatever its optimizer).
         """
-        if self._weights_of is not self:
-            return self._weights_of.weight_version
+        self._weights_of._notice_changes()
+        return self._weights_of._weight_version
+
+    @property
+    def state_version(self) -> int:
+        """Version of the weights that a resident state depends on: base weights only if the prompt is frozen."""
+        self._weights_of._notice_changes()
+        return self._weights_of._base_version if self.frozen_prompt else self._weights_of._weight_version
+
+    def note_weight_change(self, *, trainable_only: bool = False) -> None:
+        """Count a change of weights that nothing shows: a write through `parameter.data`, or to a buffer.
+
+        trainable_only: nothing but trainable parameters was written, as by an optimizer.
+        """
+        owner = self._weights_of
+        owner._weight_version += 1
+        owner._base_version += not (trainable_only and self.frozen_prompt)
+
+    def _notice_changes(self) -> None:
         fingerprint = self._current_fingerprint()
         if fingerprint != self._fingerprint:
+            self._base_version += fingerprint[0] != self._fingerprint[0]
             self._fingerprint = fingerprint
             self._weight_version += 1
-        return self._weight_version
 
-    def note_weight_change(self) -> None:
-        """Count a change of weights that nothing shows: a write through `parameter.data`, or to a buffer."""
-        self._weights_of._weight_version += 1
+    @property
+    def frozen_prompt(self) -> bool:
+        """Are the captured prompt positions the base model's, whatever the adapter?"""
+        return self.adapter_scope != "all"
+
+    @property
+    def frozen_boundary(self) -> bool:
+        """Is the last prompt token, which scores the first response token, the base model's too?"""
+        return self.adapter_scope == "response"
 
     @property
     def reference(self) -> Policy | None:
@@ -92,11 +137,14 @@ class Policy:
         """Trainable parameters that an adapter-off reference shares with the policy, so that it would move with it."""
         if self._reference is None or self._reference._weights_of is not self:
             return []
-        own = ("lora_", "modules_to_save", "trainable_tokens")
-        return [name for name, _ in self.trainable_parameters() if not any(part in name for part in own)]
+        return [name for name, _ in self.trainable_parameters() if not is_adapter_parameter(name)]
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def unquantized_weights(self) -> dict[str, int]:
+        """Bytes of each matrix that quantisation left alone, by name; empty for a model that is not quantised."""
+        return unquantized_weights(self.model)
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every end-of-sequence id that the model's generation or model configuration names."""
@@ -120,12 +168,26 @@ class Policy:
         """
         with ExitStack() as stack:
             _require_differentiable_weights(self.model)
+            if self.frozen_prompt:
+                check_frozen_prompt(self.model, self.adapter_scope, self.adapter.applied_to_prompt_rows)
             stack.enter_context(self.adapter.kernels(decoding=decoding))
             stack.enter_context(_evaluation_mode(self.model))
-            stack.enter_context(_differentiable_quantized_layers(self.model))
+            stack.enter_context(differentiable_quantized_layers(self.model))
             stack.enter_context(_implementations(self.adapter, self.dtype))
             if self._peft is not None and self._adapter_name is not None:
-                stack.enter_context(_selected_adapter(self._peft, self._adapter_name))
+                stack.enter_context(selected_adapter(self._peft, self._adapter_name))
+            yield
+
+    @contextmanager
+    def at_prompt(self) -> Iterator[None]:
+        """Inside `active()`: run captured prompt positions, which the adapter may not touch."""
+        with selected_adapter(self._peft, "base") if self.frozen_prompt else nullcontext():
+            yield
+
+    @contextmanager
+    def at_boundary(self) -> Iterator[None]:
+        """Inside `active()`: run the last prompt token apart from the response, as a frozen boundary needs."""
+        with selected_adapter(self._peft, "base") if self.frozen_boundary else nullcontext():
             yield
 
     def _true_vocab_size(self, given: int | None) -> int:
@@ -150,7 +212,7 @@ class Policy:
                     "give a frozen copy of the model instead"
                 )
             return None
-        changed = [c.init_lora_weights for c in self._peft.peft_config.values() if _changes_base(c.init_lora_weights)]
+        changed = [c.init_lora_weights for c in self._peft.peft_config.values() if changes_base(c.init_lora_weights)]
         if changed and reference in (None, "base"):
             if reference is None:
                 return None
@@ -178,51 +240,35 @@ class Policy:
             )
 
     def _view(self, adapter_name: str) -> Policy:
-        """The same weights under another adapter selection, with resident states of its own."""
+        """The same weights under another adapter selection, with resident states of its own.
+
+        Where the prompt is frozen its state is the base model's under every selection: the view shares the policy's.
+        """
         view = object.__new__(Policy)
         view.__dict__.update(self.__dict__)
-        view.state_key = object()
+        view.state_key = self.state_key if self.frozen_prompt else object()
         view._adapter_name = adapter_name
         view._weights_of = self
         view._reference = None
         return view
 
     def _current_fingerprint(self) -> tuple[Any, ...]:
-        rewritten = _rewritten_by_forward(self.model)
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        versions = tuple((t._version, t.data_ptr()) for t in tensors if id(t) not in rewritten)
-        return versions, _adapter_selection(self.model)
-
-
-def _peft_model(model: nn.Module) -> Any:
-    """The model as a PEFT model, or None; PEFT methods other than LoRA are refused."""
-    configs = getattr(model, "peft_config", None)
-    if configs is None or not hasattr(model, "get_base_model"):
-        return None
-    kinds = {str(getattr(c.peft_type, "value", c.peft_type)) for c in configs.values()}
-    if kinds != {"LORA"}:
-        raise UnsupportedModelError(f"PEFT methods {sorted(kinds)} are not supported; only LORA is")
-    if any(getattr(c, "alora_invocation_tokens", None) for c in configs.values()):
-        raise UnsupportedModelError("alora_invocation_tokens: adapters that begin at certain tokens are not supported")
-    return model
-
-
-def _changes_base(init_lora_weights: Any) -> bool:
-    """Initialisations that move part of the base weights into the adapter."""
-    known = ("pissa", "olora", "corda", "loftq", "lora_ga")
-    return isinstance(init_lora_weights, str) and init_lora_weights.lower().startswith(known)
+        """(base weights, adapter weights, which adapters act)."""
+        rewritten = rewritten_by_forward(self.model)
+        base: list[tuple[int, int]] = []
+        adapter: list[tuple[int, int]] = []
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if id(tensor) not in rewritten:
+                (adapter if is_adapter_parameter(name) else base).append((tensor._version, tensor.data_ptr()))
+        return base, adapter, adapter_selection(self.model)
 
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _adapter_layers(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(getattr(module, "merged_adapters", None), list)]
-
-
 def _require_differentiable_weights(model: nn.Module) -> None:
-    if any(layer.merged_adapters for layer in _adapter_layers(model)):
+    if any(layer.merged_adapters for layer in adapter_layers(model)):
         raise UnsupportedModelError(
             "an adapter is merged into the base weights, where it takes no gradient and the base is no reference; "
             "call unmerge_adapter() first, or merge_and_unload() and make a new Policy"
@@ -230,25 +276,6 @@ def _require_differentiable_weights(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_inference():
             raise UnsupportedModelError(f"{name} is an inference tensor; load the model outside inference_mode")
-
-
-def _adapter_selection(model: nn.Module) -> tuple[Any, ...]:
-    """Which adapters act on the model's forward, how strongly, and whether the caller has switched them off."""
-    return tuple(
-        (
-            tuple(layer.active_adapters),
-            layer.disable_adapters,
-            tuple(layer.merged_adapters),
-            tuple(getattr(layer, "scaling", {}).items()),
-        )
-        for layer in _adapter_layers(model)
-    )
-
-
-def _rewritten_by_forward(model: nn.Module) -> set[int]:
-    """Frozen parameters that PEFT's LoRA on parameters puts back after each forward, which counts as a write."""
-    wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
-    return {id(p) for w in wrappers for p in w.get_base_layer().parameters(recurse=False) if not p.requires_grad}
 
 
 @contextmanager
@@ -265,29 +292,6 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _differentiable_quantized_layers(model: nn.Module) -> Iterator[None]:
-    """Keep bitsandbytes from repacking 4-bit weights, which it does on some CPUs at the first pass without a graph.
-
-    Repacked weights are another computation, and one without a backward: gradients would silently lack its part.
-    """
-    layers: list[Any] = [m for m in model.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
-    for layer in layers:
-        if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
-            raise UnsupportedModelError(
-                "bitsandbytes has repacked 4-bit weights for inference, which leaves them without a gradient; load the "
-                "model again and hand it over before its first forward pass"
-            )
-    before = [layer.support_avx512bf16_for_cpu for layer in layers]
-    for layer in layers:
-        layer.support_avx512bf16_for_cpu = False
-    try:
-        yield
-    finally:
-        for layer, value in zip(layers, before, strict=True):
-            layer.support_avx512bf16_for_cpu = value
-
-
-@contextmanager
 def _implementations(adapter: Adapter, dtype: torch.dtype) -> Iterator[None]:
     """Select paged attention for stock modules, and an experts kernel that exists in float64."""
     config = adapter.config
@@ -300,21 +304,3 @@ def _implementations(adapter: Adapter, dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation, config._experts_implementation = before
-
-
-@contextmanager
-def _selected_adapter(peft_model: Any, name: str) -> Iterator[None]:
-    """Adapters off ("base") or one adapter on; PEFT flips requires_grad on the way, which is undone as well."""
-    flags = [(p, p.requires_grad) for p in peft_model.parameters()]
-    tuner, active = peft_model.base_model, list(peft_model.active_adapters)
-    try:
-        if name == "base":
-            with peft_model.disable_adapter():
-                yield
-        else:
-            tuner.set_adapter(name)
-            yield
-    finally:
-        tuner.set_adapter(active)
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)

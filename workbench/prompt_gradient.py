@@ -38,6 +38,18 @@ def check_scope(scope: GradientScope) -> None:
         )
 
 
+def scope_to_walk(policy: Policy, scope: GradientScope) -> GradientScope:
+    """How far the walk has to go for `scope`: nowhere if nothing trainable acts at prompt positions."""
+    if not policy.frozen_prompt:
+        return scope
+    if isinstance(scope, Tail | Sampled):
+        raise InvalidInputError(
+            f"gradient_scope={scope!r} reaches nothing with adapter_scope={policy.adapter_scope!r}: the adapter is off "
+            "at prompt positions, so 'response_only' is the full gradient"
+        )
+    return "response_only"
+
+
 def needs_boundaries(scope: GradientScope) -> bool:
     return scope != "response_only"
 

@@ -68,7 +68,7 @@ def write_record(path: Path, record: Any) -> None:
     Tensors become lists, infinities and NaN become null (JSON has none), paths and scopes become text.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_plain(record), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(plain(record), indent=2, allow_nan=False) + "\n"
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -85,20 +85,20 @@ def read_record(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """`value` as what JSON knows."""
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
+        return plain(asdict(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, torch.Tensor):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, Iterable):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value)
 
 

@@ -9,11 +9,15 @@ With all of them known the objective's derivative d(loss)/d(log-prob) is known t
 Backward: the blocks in reverse, each recomputed from its own boundary (the last one still has its graph), seeded with
 those derivatives, with the gradient of its rows that later blocks left in gradient pages, and with the gradient of the
 carry it hands on. That is `walk_segment`, and the prompt's chunks are walked by the same function (without a loss).
+
+Under adapter_scope="response" the last prompt token is the base model's: it runs apart, ahead of the first block, and
+takes no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -60,7 +64,7 @@ def score_responses(
     check_positive("block_tokens", block_tokens)
     check_temperature(temperature)
     check_resident_state(state)
-    state.require_current(policy.state_key, policy.weight_version, allow_stale=allow_stale, purpose="score_responses")
+    state.require_current(policy.state_key, policy.state_version, allow_stale=allow_stale, purpose="score_responses")
     checked = check_responses(policy, state.positions + 1, responses)
     scores = []
     with policy.active():
@@ -110,8 +114,8 @@ def replay_response(
     logprobs, entropies, live = branch.sweep_forward(keep_last_graph=True)
     loss, weights = coefficients(logprobs)
     carry_gradient: CarryGradient | None = None
-    blocks = weights.split(block_tokens) if branch.segments else ()  # an empty tensor would split into one block
-    for segment, weight in zip(reversed(branch.segments), reversed(blocks), strict=True):
+    for segment in reversed(branch.segments):
+        first = segment.start - state.positions
         if live is None:
             live = run_segment(policy, segment, gradients, checkpoint_layers=checkpoint_layers)
         if on_graph is not None:
@@ -122,7 +126,7 @@ def replay_response(
             live,
             gradients,
             carry_gradient,
-            coefficients=weight,
+            coefficients=weights[first : first + segment.ids.numel()],
             temperature=temperature,
             meter=meter,
         )
@@ -144,7 +148,7 @@ class Branch:
     checkpoint_layers: bool = False
     meter: MemoryMeter = NO_METER
     tally: Tally = field(default_factory=Tally)
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)  # those that take a gradient
 
     def sweep_forward(self, *, keep_last_graph: bool) -> tuple[Tensor, Tensor, LiveSegment | None]:
         """Run all blocks in order; log-probs [R], entropies [R], and the last block's graph if asked."""
@@ -153,27 +157,38 @@ class Branch:
         pages, carry = list(self.state.pages), self.state.carry_at(boundary)
         source = row_source(self.state.placement, self.policy.device, self.tally)
         logprobs, entropies, live = [], [], None
-        for start, stop in chunk_spans(boundary, boundary + count, self.block_tokens):
+        for start, stop in self._spans(boundary, count):
             first, last = start - boundary, stop - boundary
             place = f"response {self.member}, tokens [{first}, {last})"
             segment = Segment(
                 inputs[first:last], start, tuple(pages), carry, place, self.ids[first:last], source, tally=self.tally
             )
-            if keep_last_graph and stop == boundary + count:
+            frozen = start == boundary and self.policy.frozen_boundary
+            if keep_last_graph and stop == boundary + count and not frozen:
                 assert self.gradients is not None
                 live = run_segment(self.policy, segment, self.gradients, checkpoint_layers=self.checkpoint_layers)
                 output = live.output
+                chosen, entropy = self._logprobs(output.hidden[0], segment, first)
             else:
-                output = self._run_without_graph(segment)
+                with self.policy.at_boundary() if frozen else nullcontext():
+                    output = self._run_without_graph(segment)
+                    chosen, entropy = self._logprobs(output.hidden[0], segment, first)
                 segment = replace(segment, expected=output.run.choices)  # for when its graph is built
-            self.segments.append(segment)
-            chosen, entropy = self._logprobs(output.hidden[0], segment, first)
+            if not frozen:
+                self.segments.append(segment)
             logprobs.append(chosen)
             entropies.append(entropy)
             if stop < boundary + count:
                 pages.append(keep_page(self.policy, output, start, stop, self.state.placement, self.meter))
                 carry = keep_carry(output, self.meter)
         return _concatenate(logprobs, self.policy), _concatenate(entropies, self.policy), live
+
+    def _spans(self, boundary: int, count: int) -> Iterator[tuple[int, int]]:
+        """(start, stop) of the blocks; a frozen last prompt token is one of its own."""
+        stop, first = boundary + count, boundary + self.policy.frozen_boundary
+        if boundary < min(first, stop):
+            yield boundary, first
+        yield from chunk_spans(first, stop, self.block_tokens)
 
     @torch.no_grad()
     def _run_without_graph(self, segment: Segment) -> ChunkOutput:

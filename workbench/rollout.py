@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,7 @@ def sample_responses(
     if seed is not None:
         check_seed(seed)
     _check_sampling(policy, state, num_responses, max_new_tokens, temperature, top_p)
-    state.require_current(policy.state_key, policy.weight_version, allow_stale=allow_stale, purpose="sample_responses")
+    state.require_current(policy.state_key, policy.state_version, allow_stale=allow_stale, purpose="sample_responses")
     ends = () if eos_token_ids is None else check_end_ids(policy, eos_token_ids) or policy.eos_token_ids()
     end_ids = torch.tensor(ends, dtype=torch.int64, device=policy.device)
     generator = torch.Generator(device=policy.device)
@@ -145,6 +146,10 @@ class _GroupDecoder:
         pages = [*self._state.pages, self._rows.page()] if self._rows.filled else self._state.pages
         position = self._state.positions + self._rows.filled
         context = ChunkContext(position, pages, self._carry, source=self._source)
+        with self._policy.at_boundary() if ids is None else nullcontext():
+            return self._checked_logits(batch, context, position)
+
+    def _checked_logits(self, batch: Tensor, context: ChunkContext, position: int) -> Tensor:
         output = self._policy.adapter.forward_chunk(batch, context)
         if not torch.isfinite(output.hidden).all():
             self._policy.adapter.forward_chunk(batch, context, locate=f"sampling, position {position}")

@@ -20,7 +20,7 @@ from workbench.inputs import Ids, check_positive, check_prompt, check_resident_s
 from workbench.memory import MemoryMeter
 from workbench.objective import StepDenominators, TokenSums
 from workbench.policy import Policy
-from workbench.prompt_gradient import check_scope, plan_walk
+from workbench.prompt_gradient import check_scope, plan_walk, scope_to_walk
 from workbench.state.placement import check_placement
 from workbench.state.resident import ResidentState
 from workbench.types import GradientScope, Response, Tally
@@ -71,6 +71,7 @@ def checked_step(
     advantages: Sequence[float] | Tensor | None,
     objective: ObjectiveConfig,
     old_logprobs: Sequence[Tensor] | None,
+    denominators: StepDenominators | None = None,
 ) -> Step:
     if not isinstance(objective, ObjectiveConfig):
         raise InvalidInputError(
@@ -79,6 +80,7 @@ def checked_step(
     prompt = check_prompt(policy, prompt_ids)
     checked = check_responses(policy, prompt.numel(), responses)
     values, kept = _advantages(len(checked), rewards, advantages, objective)
+    own = StepDenominators.from_lengths(checked[i].numel() for i in kept)
     all_responses = all(isinstance(r, Response) for r in responses)
     return Step(
         prompt=prompt,
@@ -88,7 +90,7 @@ def checked_step(
         rewards=rewards,
         finished=[r.finished for r in responses] if all_responses else None,  # type: ignore[union-attr]
         objective=objective,
-        denominators=StepDenominators.from_lengths(checked[i].numel() for i in kept),
+        denominators=own if denominators is None else _checked_denominators(denominators, own),
         old_logprobs=_checked_old(old_logprobs, checked),
     )
 
@@ -118,6 +120,17 @@ def _advantages(
     if not all(isinstance(a, float) and math.isfinite(a) for a in numbers):
         raise InvalidInputError(f"advantages must be finite numbers, one per response; got {numbers}")
     return numbers, everyone
+
+
+def _checked_denominators(given: StepDenominators, own: StepDenominators) -> StepDenominators:
+    if not isinstance(given, StepDenominators):
+        raise InvalidInputError(f"denominators is a {type(given).__name__}; StepDenominators.from_lengths makes one")
+    if given.num_members < own.num_members or given.total_tokens < own.total_tokens:
+        raise InvalidInputError(
+            f"denominators of {given.num_members} members and {given.total_tokens} tokens cannot include this group of "
+            f"{own.num_members} members and {own.total_tokens} tokens: build them from all groups of the step"
+        )
+    return given
 
 
 def _check_one_per_response(name: str, given: Any, num_responses: int) -> None:
@@ -166,6 +179,7 @@ def check_options(
     comm: None,
 ) -> None:
     check_scope(scope)
+    scope_to_walk(policy, scope)
     check_placement(placement)
     check_positive("chunk_tokens", chunk_tokens)
     check_positive("block_tokens", block_tokens)
@@ -231,10 +245,10 @@ def check_state(
         return
     stale_ok = allow_stale and scope == "response_only"
     purpose = f"update_step with gradient_scope={scope!r}"
-    state.require_current(policy.state_key, policy.weight_version, allow_stale=stale_ok, purpose=purpose)
+    state.require_current(policy.state_key, policy.state_version, allow_stale=stale_ok, purpose=purpose)
     if not torch.equal(state.prompt_ids, step.prompt):
         raise InvalidInputError("the given state was captured from another prompt than prompt_ids")
-    plan_walk(scope, state)
+    plan_walk(scope_to_walk(policy, scope), state)
 
 
 # ---------------------------------------------------------------- measuring and undoing

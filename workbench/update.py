@@ -16,10 +16,11 @@ from workbench.config import ObjectiveConfig
 from workbench.errors import InvalidInputError, NonFiniteError
 from workbench.inputs import Ids, entry_point
 from workbench.memory import MemoryMeter
-from workbench.objective import aggregate_metrics, loss_and_coefficients
+from workbench.objective import StepDenominators, aggregate_metrics, loss_and_coefficients
 from workbench.policy import Policy
 from workbench.progress import progress
-from workbench.prompt_gradient import add_carry_gradients, needs_boundaries, plan_walk, walk_prompt
+from workbench.prompt_gradient import add_carry_gradients, needs_boundaries, plan_walk, scope_to_walk, walk_prompt
+from workbench.quantization import quantization_notes
 from workbench.replay import BLOCK_TOKENS, replay_response, score_responses
 from workbench.state.pages import GradientPages, total_nbytes
 from workbench.state.placement import HOST
@@ -59,6 +60,7 @@ def update_step(
     walk_checkpoint: WalkCheckpoint | str | Path | None = None,
     state: ResidentState | None = None,
     old_logprobs: Sequence[Tensor] | None = None,
+    denominators: StepDenominators | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     comm: None = None,
     allow_stale: bool = False,
@@ -77,6 +79,8 @@ def update_step(
         checkpoint_layers. A given state keeps the placement it was captured with.
     old_logprobs: per response, [R] log-probs of the policy that sampled; default: the current policy's own, so that
         every ratio is exactly 1.
+    denominators: what the loss divides by, of all groups of a step that is accumulated over several calls; default:
+        of this group alone.
     memory_budget: bytes, or text such as "40GB": chunk_tokens, block_tokens, checkpoint_layers and placement are chosen
         so that the step's peak above its start stays below it (budget.py); naming one of them as well is an error.
     walk_checkpoint: a folder, or WalkCheckpoint(folder, every_chunks): the prompt walk is saved between chunks, and the
@@ -92,13 +96,14 @@ def update_step(
     Raises InvalidInputError, StaleStateError, NonFiniteError, UnsupportedModelError.
     """
     # 1. Refuse what cannot work, before anything is computed
-    step = checked_step(policy, prompt_ids, responses, rewards, advantages, objective, old_logprobs)
+    step = checked_step(policy, prompt_ids, responses, rewards, advantages, objective, old_logprobs, denominators)
     check_options(policy, gradient_scope, placement, chunk_tokens, block_tokens, state, optimizer, objective, comm)
     check_state(policy, step, state, gradient_scope, chunk_tokens, allow_stale)
+    walked_scope = scope_to_walk(policy, gradient_scope)
     schedule = Schedule(chunk_tokens, block_tokens, checkpoint_layers, placement)
     if memory_budget is not None:
-        schedule = _fitted(policy, step, schedule, memory_budget, gradient_scope, optimizer, state)
-    keeper = _walk_keeper(policy, step, schedule, walk_checkpoint, gradient_scope, state)
+        schedule = _fitted(policy, step, schedule, memory_budget, walked_scope, optimizer, state)
+    keeper = _walk_keeper(policy, step, schedule, walk_checkpoint, walked_scope, state)
 
     clock = StageClock(MemoryMeter(policy.device, enabled=measure_memory))
     with clock.meter as meter, GradientsOrNothing(policy) as gradients_or_nothing:
@@ -106,7 +111,7 @@ def update_step(
         # 2. Reference log-probs, from the reference's own capture, freed before the policy's begins
         if objective.beta > 0.0 and not keeper.resumes:
             with clock.stage("reference"):
-                step.ref_logprobs = _reference_logprobs(policy, step, schedule, meter)
+                step.ref_logprobs = _reference_logprobs(policy, step, state, schedule, meter)
         # 3. Capture the prompt without a graph
         captured = state is None
         if state is None:
@@ -115,14 +120,15 @@ def update_step(
                     policy,
                     step.prompt,
                     chunk_tokens=schedule.chunk_tokens,
-                    keep_boundaries=needs_boundaries(gradient_scope),
+                    keep_boundaries=needs_boundaries(walked_scope),
                     placement=schedule.placement,
                     meter=meter,
                     tally=step.tally,
                 )
         num_chunks = len(state.pages) if captured else 0
-        plan = plan_walk(gradient_scope, state)
+        plan = plan_walk(walked_scope, state)
         boundary, on_host = state.positions, state.placement == "host"
+        replayed_from = boundary + policy.frozen_boundary
         step.tally["rows_on_host_bytes"] = total_nbytes(state.row_tensors()) if on_host else 0
         schedule = replace(
             schedule,
@@ -131,7 +137,7 @@ def update_step(
             checkpoint_layers=schedule.checkpoint_layers or on_host,
         )
         pages = GradientPages(
-            lambda start: plan.wants(start, boundary),
+            lambda start: plan.wants(start, replayed_from),
             lambda: meter.ledger("gradient_pages"),
             HOST if on_host else None,
         )
@@ -215,12 +221,15 @@ def _walk_keeper(
     return open_walk(options, step_identity(policy, step, gradient_scope=scope, schedule=schedule))
 
 
-def _reference_logprobs(policy: Policy, step: Step, schedule: Schedule, meter: MemoryMeter) -> list[Tensor]:
+def _reference_logprobs(
+    policy: Policy, step: Step, state: ResidentState | None, schedule: Schedule, meter: MemoryMeter
+) -> list[Tensor]:
     reference = policy.reference
     assert reference is not None
-    state = capture_prompt(
-        reference, step.prompt, chunk_tokens=schedule.chunk_tokens, keep_boundaries=False, meter=meter
-    )
+    if state is None or reference.state_key is not policy.state_key:  # else both continue the base model's prompt
+        state = capture_prompt(
+            reference, step.prompt, chunk_tokens=schedule.chunk_tokens, keep_boundaries=False, meter=meter
+        )
     return score_responses(
         reference, state, step.responses, temperature=step.objective.temperature, block_tokens=schedule.block_tokens
     )
@@ -281,6 +290,15 @@ def _finalize(
     objective: ObjectiveConfig,
 ) -> float:
     """Check and merge gradients, clip, call the optimizer; returns the norm of this step's own gradient."""
+    norm = gradient_norm(policy)
+    gradients.merge()
+    if optimizer is not None:
+        apply_gradients(policy, optimizer, max_grad_norm=objective.max_grad_norm)
+    return norm
+
+
+def gradient_norm(policy: Policy) -> float:
+    """L2 norm of the gradients of all trainable parameters; NonFiniteError names the first that is not finite."""
     named = [(name, p.grad) for name, p in policy.trainable_parameters() if p.grad is not None]
     norms = [torch.linalg.vector_norm(gradient, dtype=accumulation_dtype(gradient.dtype)) for _, gradient in named]
     for (name, _), norm in zip(named, norms, strict=True):
@@ -288,17 +306,21 @@ def _finalize(
             raise NonFiniteError(
                 f"the gradient of {name} is not finite; gradients were left as before the step and no update was made"
             )
-    gradients.merge()
-    if optimizer is not None:
-        if objective.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_([p for _, p in policy.trainable_parameters()], objective.max_grad_norm)
-        version = policy.weight_version
-        optimizer.step()
-        if policy.weight_version == version:  # it wrote through `.data`, which shows nowhere
-            policy.note_weight_change()
-        for _, parameter in policy.trainable_parameters():  # also those that this optimizer does not hold
-            parameter.grad = None
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+
+def apply_gradients(policy: Policy, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> None:
+    """Clip the accumulated gradients, call the optimizer once, drop them. Without any gradient nothing changes."""
+    parameters = [p for _, p in policy.trainable_parameters()]
+    if max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    changes = any(p.grad is not None for p in parameters)
+    version = policy.weight_version
+    optimizer.step()
+    if changes and policy.weight_version == version:  # it wrote through `.data`, which shows nowhere
+        policy.note_weight_change(trainable_only=True)
+    for parameter in parameters:  # also those that this optimizer does not hold
+        parameter.grad = None
 
 
 def _report(
@@ -314,6 +336,7 @@ def _report(
 ) -> StepReport:
     metrics = aggregate_metrics(step.sums, rewards=step.rewards, finished=step.finished, config=step.objective)
     metrics["grad_norm"] = grad_norm
+    metrics["notes"] += [*_scope_notes(policy, scope), *quantization_notes(policy.model)]
     metrics["entropy_mean"] = step.entropy_sum / max(1, metrics["num_tokens"])
     if schedule.planned_bytes is not None:
         note = f"memory_budget chose {schedule}; planned peak at most {schedule.planned_bytes:,} bytes"
@@ -339,3 +362,17 @@ def _report(
         counters=counters,
         logprobs=tuple(step.logprobs),
     )
+
+
+def _scope_notes(policy: Policy, scope: GradientScope) -> list[str]:
+    if not policy.frozen_prompt:
+        return []
+    notes = []
+    if scope == "full":
+        notes.append(
+            f"adapter_scope={policy.adapter_scope!r}: nothing trainable acts at prompt positions, so the full gradient "
+            "ends at the boundary and the prompt was not walked"
+        )
+    if policy.frozen_boundary:
+        notes.append("adapter_scope='response': the first response token is the base model's and takes no gradient")
+    return notes

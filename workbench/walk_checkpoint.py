@@ -216,7 +216,7 @@ def step_identity(policy: Policy, step: Step, **options: Any) -> dict[str, Any]:
         "trained": _text_digest(repr([name for name, _ in policy.trainable_parameters()])),
         "prompt": _digest([step.prompt]),
         "responses": _digest(step.responses),
-        "advantages": _text_digest(repr((step.advantages, step.kept))),
+        "advantages": _text_digest(repr((step.advantages, step.kept, step.denominators))),
         "old_logprobs": None if old is None else _digest(old),
         "objective": repr(step.objective),
         "torch": torch.__version__,

@@ -158,12 +158,14 @@ class Adapter:
 
     handled: config fields the family's forward honours. ignored: {field: why it cannot matter here}.
     required: {field: the only values this adapter reproduces}. Any other field is refused with the list.
+    applied_to_prompt_rows: projections that later tokens apply to resident rows again.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
     handled: ClassVar[frozenset[str]] = frozenset()
     ignored: ClassVar[Mapping[str, str]] = {}
     required: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    applied_to_prompt_rows: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, causal_lm: Any) -> None:
         self.causal_lm = causal_lm

@@ -33,6 +33,7 @@ class LatentSparseAdapter(Adapter):
     """
 
     model_types = ("glm_moe_dsa", "deepseek_v32")
+    applied_to_prompt_rows = ("kv_b_proj",)
     handled = DECODER_FIELDS | {
         "moe_intermediate_size",
         "n_shared_experts",

@@ -1,0 +1,96 @@
+"""Held-out reward: sampled responses to tasks that training does not see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from workbench.capture import capture_prompt
+from workbench.inputs import check_positive, entry_point
+from workbench.policy import Policy
+from workbench.progress import progress
+from workbench.rollout import sample_responses
+from workbench.train_batch import (
+    RewardFunctions,
+    Task,
+    check_rewards,
+    derived_seed,
+    read_checked_tasks,
+    reward_responses,
+)
+from workbench.train_metrics import reward_metrics
+
+
+@entry_point
+def evaluate(
+    policy: Policy,
+    tasks: Any,
+    rewards: RewardFunctions,
+    *,
+    num_samples: int = 1,
+    max_new_tokens: int = 32,
+    temperature: float = 1.0,
+    eos_token_ids: Sequence[int] | None = (),
+    chunk_tokens: int = 1024,
+    reward_weights: Sequence[float] | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Rewards of `num_samples` sampled responses to every task: means and deviations by function, lengths, truncation.
+
+    tasks, rewards, reward_weights: as in `train`. The same seed draws the same random numbers whatever the weights, so
+    evaluations along a run compare like with like. Raises InvalidInputError before any work.
+    """
+    check_rewards(rewards, reward_weights)
+    return evaluate_tasks(
+        policy,
+        read_checked_tasks(policy, tasks, rewards),
+        rewards,
+        num_samples=num_samples,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        eos_token_ids=eos_token_ids,
+        chunk_tokens=chunk_tokens,
+        reward_weights=reward_weights,
+        seed=seed,
+    )
+
+
+def evaluate_tasks(
+    policy: Policy,
+    tasks: Sequence[Task],
+    rewards: RewardFunctions,
+    *,
+    num_samples: int,
+    max_new_tokens: int,
+    temperature: float,
+    eos_token_ids: Sequence[int] | None,
+    chunk_tokens: int,
+    reward_weights: Sequence[float] | None,
+    seed: int,
+) -> dict[str, Any]:
+    """`evaluate` of tasks that are checked already."""
+    check_positive("num_samples", num_samples)
+    responses = []
+    for task in progress(tasks, "evaluate", unit="task"):
+        state = capture_prompt(policy, task.prompt_ids, chunk_tokens=chunk_tokens, keep_boundaries=False)
+        responses.append(
+            sample_responses(
+                policy,
+                state,
+                num_samples,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                eos_token_ids=eos_token_ids,
+                seed=derived_seed(seed, "evaluate", task.index),
+            )
+        )
+        del state
+    table = reward_responses(policy, tasks, responses, rewards, reward_weights, SimpleNamespace(global_step=None))
+    lengths = [len(response) for group in responses for response in group]
+    return {
+        **reward_metrics(table),
+        "num_responses": len(lengths),
+        "response_tokens_mean": sum(lengths) / len(lengths),
+        "truncated_fraction": sum(not r.finished for group in responses for r in group) / len(lengths),
+    }

@@ -1,0 +1,155 @@
+"""The folder of a training run: who may write there, where a resumed run goes on, and what is written when."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    model_identity,
+    read_checkpoint,
+    save_checkpoint,
+)
+from workbench.errors import InvalidInputError
+from workbench.policy import Policy
+from workbench.records import RunRecord, read_record, write_record
+from workbench.train_batch import Task
+from workbench.train_config import TrainConfig
+from workbench.train_metrics import JsonLines
+
+CONFIG, RECORD, METRICS, EVALUATIONS, CHECKPOINTS = (
+    "config.json", "run.json", "metrics.jsonl", "evaluations.jsonl", "checkpoints",
+)  # fmt: skip
+
+
+@dataclass
+class Position:
+    """Where a run stands. weight_version: updates that changed the weights since the run began."""
+
+    step: int = 0
+    weight_version: int = 0
+
+
+class RunOutput:
+    """Everything that a run writes. Without a folder metrics stay in memory and nothing else happens."""
+
+    def __init__(self, policy: Policy, tasks: Sequence[Task], config: TrainConfig) -> None:
+        self._policy, self._config = policy, config
+        self.folder = None if config.output_dir is None else Path(config.output_dir)
+        self.metrics, self.evaluations = JsonLines(None), JsonLines(None)
+        self.resumed = False
+        if self.folder is None:
+            return
+        self._identity = {
+            "config": config.identity(),
+            "model": model_identity(policy),
+            "tasks": _tasks_digest(tasks),
+        }
+        self._refuse_other_runs(self.folder)
+
+    def _refuse_other_runs(self, folder: Path) -> None:
+        used = [name for name in (CONFIG, RECORD, METRICS, CHECKPOINTS) if (folder / name).exists()]
+        if used and not self._config.resume:
+            raise InvalidInputError(
+                f"output_dir={str(folder)!r} holds a run already ({', '.join(used)}); resume=True goes on with it, "
+                "another folder starts a new one"
+            )
+        if not used:
+            return
+        if not (folder / CONFIG).exists():
+            raise InvalidInputError(f"output_dir={str(folder)!r} has no {CONFIG}: it is no run of train() to resume")
+        before = read_record(folder / CONFIG)
+        differing = _differences(before, self._identity)
+        if differing:
+            raise InvalidInputError(
+                f"output_dir={str(folder)!r} holds a run that differs in {', '.join(differing)}; it can only go on "
+                "unchanged"
+            )
+
+    def start(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> Position:
+        """Claim the folder, load the last checkpoint if there is one, and forget what was written after it."""
+        if self.folder is None:
+            return Position()
+        position, kept, kept_evaluations = Position(), 0, 0
+        latest = latest_checkpoint(self.folder / CHECKPOINTS) if self._config.resume else None
+        if latest is not None:
+            state = read_checkpoint(latest)
+            differing = _differences(state["identity"], self._identity)
+            if differing:
+                raise InvalidInputError(
+                    f"{latest} is a checkpoint of another run: it differs in {', '.join(differing)}"
+                )
+            kept, kept_evaluations = state["num_metrics"], state["num_evaluations"]
+            position = Position(state["step"], state["weight_version"])
+        self.metrics = JsonLines.read(self.folder / METRICS)
+        self.evaluations = JsonLines.read(self.folder / EVALUATIONS)
+        for lines, count in ((self.metrics, kept), (self.evaluations, kept_evaluations)):
+            if len(lines.lines) < count:
+                raise InvalidInputError(
+                    f"{lines.path} has {len(lines.lines)} whole lines, but {latest} was written after {count}"
+                )
+        if latest is not None:
+            load_checkpoint(latest, state, self._policy, optimizer, scheduler)
+            self.resumed = True
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_record(self.folder / CONFIG, self._identity)
+        self.metrics.truncate(kept)
+        self.evaluations.truncate(kept_evaluations)
+        for unfinished in (self.folder / CHECKPOINTS).glob(".writing-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return position
+
+    def due(self, step: int) -> bool:
+        """Is there a checkpoint before step number `step`? Before the first one and at the end in any case."""
+        every = self._config.checkpoint_every
+        return step in (0, self._config.num_steps) or bool(every and step % every == 0)
+
+    def checkpoint(self, position: Position, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        if self.folder is None:
+            return
+        save_checkpoint(
+            self.folder / CHECKPOINTS,
+            position.step,
+            self._policy,
+            optimizer,
+            scheduler,
+            {
+                "identity": self._identity,
+                "weight_version": position.weight_version,
+                "num_metrics": len(self.metrics.lines),
+                "num_evaluations": len(self.evaluations.lines),
+            },
+            keep=self._config.keep_checkpoints,
+        )
+
+    def record(self, record: RunRecord) -> None:
+        if self.folder is not None:
+            write_record(self.folder / RECORD, record)
+
+
+def _tasks_digest(tasks: Sequence[Task]) -> str:
+    digest = hashlib.sha256()
+    for task in tasks:
+        digest.update(repr((task.prompt_ids.tolist(), sorted(task.columns.items()))).encode())
+    return digest.hexdigest()
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> list[str]:
+    """Dotted names of the entries in which two identities differ, with both values where they are short."""
+    found = []
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += _differences(old, new, f"{path}{name}.")
+        elif old != new:
+            values = f" ({old!r}, now {new!r})"
+            found.append(f"{path}{name}" + (values if len(values) < 80 else ""))
+    return found
