@@ -17,9 +17,10 @@ LAYERS = (
     "comm progress ops advantages objective memory planner records recordings rewards documents tasks",
     "state architectures parallel",
     "policy inputs model_sources loading",
-    "capture walk replay prompt_gradient rollout step budget walk_checkpoint",
-    "drift",
-    "update train calibration",
+    "gradients capture walk replay prompt_gradient rollout step budget walk_checkpoint",
+    "update",
+    "drift refresh reuse",
+    "train calibration",
     "validation",
     "workbench",
     "publish figures tiny_models studies plan_study plan_figures architecture_study architecture_figures "

@@ -145,6 +145,9 @@ class Branch:
     meter: MemoryMeter = NO_METER
     tally: Tally = field(default_factory=Tally)
     segments: list[Segment] = field(default_factory=list)
+    on_hidden: Callable[[Tensor], None] = lambda hidden: (
+        None
+    )  # called with each block's final hidden states [T, hidden]
 
     def sweep_forward(self, *, keep_last_graph: bool) -> tuple[Tensor, Tensor, LiveSegment | None]:
         """Run all blocks in order; log-probs [R], entropies [R], and the last block's graph if asked."""
@@ -167,6 +170,7 @@ class Branch:
                 output = self._run_without_graph(segment)
                 segment = replace(segment, expected=output.run.choices)  # for when its graph is built
             self.segments.append(segment)
+            self.on_hidden(output.hidden[0].detach())
             chosen, entropy = self._logprobs(output.hidden[0], segment, first)
             logprobs.append(chosen)
             entropies.append(entropy)
