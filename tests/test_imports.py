@@ -24,7 +24,8 @@ LAYERS = (
     "validation",
     "workbench",
     "publish figures tiny_models studies plan_study plan_figures architecture_study architecture_figures "
-    "performance_study performance_figures run",
+    "performance_study performance_figures study_problems drift_tables drift_study drift_figures scope_problems "
+    "scope_study scope_figures run",
 )
 ORDER = [part for layer in LAYERS for part in layer.split()]
 RANK = {part: rank for rank, part in enumerate(ORDER)}
