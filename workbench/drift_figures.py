@@ -11,7 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from workbench.drift import DriftReport
-from workbench.drift_study import seed_bands
+from workbench.drift_tables import seed_bands
 from workbench.figures import _styled
 from workbench.planner.sources import read_data
 from workbench.recordings import Recording

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from workbench import DriftReport, Policy, RefreshPolicy, ReuseStep, reuse_run
+from workbench import Policy, RefreshPolicy, ReuseStep, reuse_run
 from workbench.config import ObjectiveConfig
+from workbench.drift_tables import RULE_HEADINGS, TRIGGER_HEADINGS, rule_table, trigger_table
 from workbench.progress import progress
 from workbench.recordings import RUNS_FOLDER, Recording, load_recording, save_recording
-from workbench.study_problems import Problem, family_of, open_policy, open_problem
+from workbench.records import run_folder
+from workbench.study_problems import Problem, family_of, open_policy, open_problem, require_models, rows_of_other_models
 
 Row = Mapping[str, Any]
 HELD_OUT = 1000  # seeds of held-out prompts begin here; margins and rules were chosen on seeds below
@@ -37,16 +39,16 @@ class DriftParameters(BaseModel):
     answer_style: Literal["token", "sentence"] = "sentence"
     reward: Literal["exact_answer", "answer_similarity"] = "answer_similarity"
     group_size: int = Field(default=4, ge=2)
-    max_new_tokens: PositiveInt = 12
+    max_new_tokens: PositiveInt = 8
     chunk_tokens: PositiveInt = 128
     lora_rank: PositiveInt = 8
     temperature: PositiveFloat = 1.0
-    num_steps: int = Field(default=12, ge=2)
+    num_steps: int = Field(default=9, ge=2)
     # the comparison of refresh rules
-    refresh_learning_rate: PositiveFloat = 1e-3
-    refresh_steps: int = Field(default=24, ge=2)
-    refresh_prompts: PositiveInt = 4
-    intervals: tuple[PositiveInt, ...] = (2, 3, 4, 6, 8)
+    refresh_learning_rate: PositiveFloat = 3e-3
+    refresh_steps: int = Field(default=16, ge=2)
+    refresh_prompts: PositiveInt = 3
+    intervals: tuple[PositiveInt, ...] = (2, 3, 4, 6)
     max_logprob_drift: PositiveFloat = 0.05
 
     def objective(self) -> ObjectiveConfig:
@@ -102,6 +104,24 @@ def study_run(
         oracle_gradient=oracle_gradient,
         seed=seed,
     )
+
+
+def exact_cases(model: str, parameters: DriftParameters, learning_rate: float) -> list[list[Any]]:
+    """What must hold to the bit: [case, state ages, largest |log-prob drift| over its steps], five steps each."""
+    cases: dict[str, tuple[int, float, str]] = {
+        "learning rate 0, never captured again": (6, 0.0, "all"),
+        "captured at every step": (1, learning_rate, "all"),
+        "adapter off at the prompt (prefix-frozen)": (6, learning_rate, "response"),
+        "captured every 4 steps": (4, learning_rate, "all"),
+    }
+    table = []
+    for case, (interval, rate, adapter_scope) in cases.items():
+        policy, problem = open_run(model, parameters, seed=parameters.seeds[0], adapter_scope=adapter_scope)
+        rule = RefreshPolicy(interval=interval)
+        steps = list(study_run(policy, problem, parameters, refresh=rule, learning_rate=rate, seed=0, num_steps=5))
+        drifts = [step.drift.max_abs_logprob_drift for step in steps if step.drift]
+        table.append([case, ", ".join(str(step.state_age) for step in steps), max(drifts)])
+    return table
 
 
 def drift_rows(parameters: DriftParameters) -> Iterator[Row]:
@@ -188,102 +208,6 @@ def refresh_rows(parameters: DriftParameters, first_seed: int = HELD_OUT) -> Ite
             before = step.reuse.probe_seconds
 
 
-# ---------------------------------------------------------------- what the rows say
-
-
-def seed_bands(rows: Iterable[Row], column: str) -> dict[int, tuple[float, float, float]]:
-    """Lowest, mean and highest over the seeds at each state age; rows without the value (None) are left out."""
-    by_age: dict[int, list[float]] = {}
-    for row in rows:
-        if row[column] is not None:
-            by_age.setdefault(row["state_age"], []).append(row[column])
-    return {age: (min(v), sum(v) / len(v), max(v)) for age, v in sorted(by_age.items())}
-
-
-def falls(rows: Sequence[Row], column: str) -> tuple[int, int]:
-    """How often the value falls from one step to the next of a run, and how many such pairs there are."""
-    fell = pairs = 0
-    ordered = sorted(rows, key=_run_and_step)
-    for earlier, later in itertools.pairwise(ordered):
-        if _run_and_step(earlier)[:-1] == _run_and_step(later)[:-1] and None not in (earlier[column], later[column]):
-            fell += later[column] < earlier[column]
-            pairs += 1
-    return fell, pairs
-
-
-def _run_and_step(row: Row) -> tuple[Any, ...]:
-    return row["model"], row["learning_rate"], row["seed"], row["step"]
-
-
-def rank_correlation(rows: Iterable[Row], one: str, other: str) -> float:
-    """Spearman's, over rows of stale states that have both values: does a larger `one` go with a larger `other`?"""
-    pairs = [(row[one], row[other]) for row in rows if row["state_age"] > 0 and None not in (row[one], row[other])]
-    ranks = [
-        torch.tensor(values, dtype=torch.float64).argsort().argsort().double() for values in zip(*pairs, strict=True)
-    ]
-    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
-
-
-TRIGGER_HEADINGS = (
-    "model", "loss drift: falls between steps", "log-prob drift: falls between steps",
-    "rank correlation with 1 - gradient cosine: of loss drift", "of log-prob drift",
-)  # fmt: skip
-
-
-def trigger_table(recording: Recording) -> list[list[Any]]:
-    """Which of loss drift and log-prob drift is the steadier sign of staleness, for each model."""
-    table = []
-    for model in recording.values("model"):
-        rows = [
-            dict(row) | {"gradient_error": None if row["gradient_cosine"] is None else 1 - row["gradient_cosine"]}
-            for row in recording.select(model=model)
-            if row["learning_rate"] > 0
-        ]
-        columns = ("loss_drift_pct", "mean_abs_logprob_drift")
-        table.append(
-            [
-                model,
-                *("{} of {}".format(*falls(rows, column)) for column in columns),
-                *(rank_correlation(rows, column, "gradient_error") for column in columns),
-            ]
-        )
-    return table
-
-
-RULE_HEADINGS = (
-    "model", "rule", "steps", "captures", "steps within the threshold, %", "largest drift", "probe, % of a capture",
-)  # fmt: skip
-
-
-def rule_table(recording: Recording) -> list[list[Any]]:
-    """What each refresh rule keeps and costs on the held-out prompts, for each model."""
-    table = []
-    for model, rule in itertools.product(recording.values("model"), recording.values("rule")):
-        rows = recording.select(model=model, rule=rule)
-        within = sum(row["mean_abs_logprob_drift"] <= row["max_logprob_drift"] for row in rows)
-        captures = sum(row["refreshed"] for row in rows)
-        probe = sum(row["probe_seconds"] for row in rows) / sum(row["capture_seconds"] for row in rows)
-        largest = max(row["mean_abs_logprob_drift"] for row in rows)
-        table.append([model, rule, len(rows), captures, 100 * within / len(rows), largest, 100 * probe])
-    return table
-
-
-def report_rows(report: DriftReport) -> list[list[Any]]:
-    """One report in words and numbers."""
-    return [
-        ["mean |log-prob drift| per token, nats", report.mean_abs_logprob_drift],
-        ["largest |log-prob drift|", report.max_abs_logprob_drift],
-        ["KL(reused || fresh) per token, exact", report.kl],
-        ["the same, sampled (k3)", report.kl_sampled],
-        ["loss on the reused state", report.loss_reused],
-        ["loss on the fresh state", report.loss_fresh],
-        ["gradient cosine", report.gradient_cosine],
-        ["gradient norm, reused / fresh", report.gradient_norm_ratio],
-        ["cost of this measurement, s", report.seconds["total"]],
-        ["its peak, MB", report.memory["peak_bytes"] / 1e6],  # type: ignore[operator]
-    ]
-
-
 # ---------------------------------------------------------------- recordings
 
 COMMAND = "python -m workbench.drift_study"
@@ -295,10 +219,13 @@ TITLES: Mapping[str, tuple[Source, str]] = {
 
 
 def record(kind: str, parameters: DriftParameters, folder: Path = RUNS_FOLDER, command: str = COMMAND) -> Recording:
-    """Measure and save; an interruption leaves the file with the rows so far, and a note that says so."""
+    """Measure and save; an interruption leaves the file with the rows so far, and a note that says so.
+
+    Rows of other models that the file has already are kept, so that models can be recorded one by one.
+    """
     source, title = TITLES[kind]
-    notes = [f"{name}: {value}" for name, value in parameters.model_dump().items()]
-    rows: list[Row] = []
+    notes = [f"{name}: {value}" for name, value in parameters.model_dump(exclude={"models"}).items()]
+    rows = rows_of_other_models(folder / f"{kind}.json", parameters.models)
     finished = False
     try:
         rows.extend(source(parameters))
@@ -312,20 +239,44 @@ def record(kind: str, parameters: DriftParameters, folder: Path = RUNS_FOLDER, c
     return saved
 
 
-def recorded_or_measured(kind: str, parameters: DriftParameters, *, rerun: bool, folder: Path) -> Recording:
-    """The shipped recording, or with rerun a new one, measured here and saved in `folder`."""
+def recorded_or_measured(
+    kind: str, parameters: DriftParameters, *, rerun: bool, folder: Path | None = None
+) -> Recording:
+    """The shipped recording, or with rerun a new one, measured here and saved in `folder` (default: the run's own)."""
     if rerun:
-        return record(kind, parameters, folder, command="notebooks/50_prefix_reuse.ipynb with rerun = True")
-    return load_recording(RUNS_FOLDER / f"{kind}.json")
+        target = folder or run_folder() or Path("runs")
+        return record(kind, parameters, target, command="notebooks/50_prefix_reuse.ipynb with rerun = True")
+    return require_models(load_recording(RUNS_FOLDER / f"{kind}.json"), parameters.models)
+
+
+def drift_results(
+    parameters: DriftParameters, exact: Sequence[Sequence[Any]], drift: Recording, refresh: Recording
+) -> dict[str, Any]:
+    """Everything that the notebook shows, as `workbench.records.save_results` takes it."""
+    zero = all(largest == 0.0 for case, _, largest in exact if "every 4" not in case)
+    checks = [
+        {"level": 1, "what": "executed", "passed": True},
+        {"level": 1, "what": "drift is exactly 0 without learning, without reuse and prefix-frozen", "passed": zero},
+    ]
+    return {
+        "seed": parameters.seeds[0],
+        "evidence": {"level": int(zero), "checks": checks},
+        "settings": parameters.model_dump(),
+        "exact_cases": exact,
+        "trigger": dict(zip(("headings", "rows"), (TRIGGER_HEADINGS, trigger_table(drift)), strict=True)),
+        "rules": dict(zip(("headings", "rows"), (RULE_HEADINGS, rule_table(refresh)), strict=True)),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("kinds", nargs="*", choices=[[], *TITLES], help="drift, refresh; both by default")
+    parser.add_argument("--kind", choices=TITLES, action="append", help="both by default")
+    parser.add_argument("--model", action="append", help="one to record, may be repeated; others in the file are kept")
     parser.add_argument("--out", type=Path, default=RUNS_FOLDER, help="folder of the recordings")
     given = parser.parse_args(argv)
-    for kind in given.kinds or TITLES:
-        recording = record(kind, DriftParameters(), given.out)
+    parameters = DriftParameters(**({"models": given.model} if given.model else {}))
+    for kind in given.kind or TITLES:
+        recording = record(kind, parameters, given.out)
         print(f"{given.out / kind}.json: {len(recording.rows)} rows")
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,7 +163,7 @@ class PromptReuse:
         check_temperature(temperature)
         self._policy, self._refresh, self._temperature = policy, refresh, temperature
         self._prompt = check_prompt(policy, prompt_ids)
-        self._capture = {
+        self._capture: dict[str, Any] = {
             "chunk_tokens": chunk_tokens,
             "placement": placement,
             "keep_boundaries": keep_boundaries,
@@ -257,14 +258,7 @@ class PromptReuse:
         assert decision.weight_distance is not None
         if decision.weight_distance > 0.0:
             self._slope = DriftSlope(measured, decision.weight_distance)
-        return Decision(
-            decision.refresh,
-            decision.reason,
-            decision.state_age,
-            decision.predicted_drift,
-            decision.weight_distance,
-            measured,
-        )
+        return replace(decision, measured_drift=measured)
 
     def _score_probe(self) -> list[Tensor]:
         assert self._state is not None

@@ -145,6 +145,7 @@ def reuse_run(
                     old_logprobs=[response.logprobs for response in group.responses],
                     objective=objective,
                     gradient=oracle_gradient,
+                    measure_memory=False,
                 )
             started = time.perf_counter()
             update = update_step(

@@ -8,167 +8,42 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from workbench import (
-    ObjectiveConfig,
-    Policy,
-    ResidentState,
-    Response,
     Sampled,
     Tail,
-    capture_prompt,
-    group_advantages,
-    sample_responses,
-    update_step,
 )
 from workbench.gradients import (
     Gradient,
     GradientComparison,
     compare_by,
     compare_gradients,
-    gradients_set_aside,
     layer_of,
     parameter_family,
-    take_gradient,
 )
 from workbench.progress import progress
 from workbench.recordings import RUNS_FOLDER, Recording, load_recording, save_recording
-from workbench.study_problems import Problem, family_of, open_policy, open_problem
+from workbench.records import run_folder
+from workbench.scope_problems import (
+    ScopeParameters,
+    ScopeProblem,
+    mean_of_draws,
+    middle_setting,
+    open_setting,
+    scope_gradients,
+    scope_name,
+    settings,
+)
+from workbench.study_problems import family_of, require_models, rows_of_other_models
 from workbench.types import GradientScope
 
 Row = Mapping[str, Any]
-
-
-class ScopeParameters(BaseModel):
-    """The parameters of notebooks/55_gradient_scope.ipynb; an unknown name or a value that does not fit is refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    models: tuple[str, ...] = Field(default=("tiny-hybrid-half", "tiny-glm-dsa-half"), min_length=1)
-    seeds: tuple[int, ...] = Field(default=(0, 1, 2), min_length=1)
-    prompt_tokens: tuple[PositiveInt, ...] = Field(default=(256, 512, 1024), min_length=1)
-    response_tokens: tuple[PositiveInt, ...] = Field(default=(1, 4, 16), min_length=1)
-    learning_rates: tuple[NonNegativeFloat, ...] = Field(default=(0.0, 1e-3, 3e-3), min_length=1)
-    num_updates: PositiveInt = 4  # full-scope updates before the comparison, where the learning rate is not 0
-    tails: tuple[PositiveInt, ...] = (1, 2, 4)
-    fractions: tuple[float, ...] = (0.25, 0.5)
-    num_draws: PositiveInt = 4  # of `Sampled`, averaged: powers of two up to this
-    adapter_scopes: tuple[Literal["response", "replay"], ...] = ("response", "replay")
-    answer_style: Literal["token", "sentence"] = "sentence"
-    reward: Literal["exact_answer", "answer_similarity"] = "answer_similarity"
-    group_size: int = Field(default=4, ge=2)
-    chunk_tokens: PositiveInt = 64
-    lora_rank: PositiveInt = 8
-    temperature: PositiveFloat = 1.0
-
-    def objective(self) -> ObjectiveConfig:
-        return ObjectiveConfig(temperature=self.temperature)
-
-
-def scope_name(scope: GradientScope) -> str:
-    """ "full", "response_only", "tail:2" or "sampled:0.5"."""
-    if isinstance(scope, Tail):
-        return f"tail:{scope.chunks}"
-    return f"sampled:{scope.fraction:g}" if isinstance(scope, Sampled) else scope
-
-
-# ---------------------------------------------------------------- one group, its gradient in every scope
-
-
-class ScopeProblem:
-    """One sampled group of one prompt at the current weights, whose gradient can be taken in any scope.
-
-    Advantages are those of the rewards, or +1, -1, ... where the rewards do not vary.
-    """
-
-    def __init__(
-        self, policy: Policy, problem: Problem, parameters: ScopeParameters, response_tokens: int, seed: int
-    ) -> None:
-        self.policy, self._parameters = policy, parameters
-        self._prompt = problem.prompt_ids
-        self._state = self._capture(policy)
-        self._responses: list[Response] = sample_responses(
-            policy,
-            self._state,
-            parameters.group_size,
-            max_new_tokens=response_tokens,
-            temperature=parameters.temperature,
-            eos_token_ids=None,  # every response has the length that is studied
-            seed=seed,
-        )
-        advantages = group_advantages(problem.rewards(self._responses))
-        alternating = torch.tensor([1.0 - 2.0 * (i % 2) for i in range(parameters.group_size)])
-        self._advantages = advantages if bool(advantages.any()) else alternating
-
-    def gradient(self, scope: GradientScope, policy: Policy | None = None) -> Gradient:
-        """The step's gradient; `.grad` is as before. policy: another view of the same weights (an adapter scope)."""
-        policy = policy or self.policy
-        state = self._state if policy is self.policy else self._capture(policy)
-        with gradients_set_aside(policy):
-            update_step(
-                policy,
-                self._prompt,
-                self._responses,
-                advantages=self._advantages,
-                objective=self._parameters.objective(),
-                gradient_scope=scope,
-                state=state,
-                measure_memory=False,
-            )
-            return take_gradient(policy)
-
-    def train(self, learning_rate: float, num_updates: int) -> None:
-        """Full-scope updates by AdamW on this group, and a fresh capture."""
-        optimizer = torch.optim.AdamW([p for _, p in self.policy.trainable_parameters()], lr=learning_rate)
-        for _ in range(num_updates):
-            update_step(
-                self.policy,
-                self._prompt,
-                self._responses,
-                advantages=self._advantages,
-                objective=self._parameters.objective(),
-                chunk_tokens=self._parameters.chunk_tokens,
-                optimizer=optimizer,
-                measure_memory=False,
-            )
-        self._state = self._capture(self.policy)
-
-    def _capture(self, policy: Policy) -> ResidentState:
-        return capture_prompt(policy, self._prompt, chunk_tokens=self._parameters.chunk_tokens)
-
-
-def mean_of_draws(problem: ScopeProblem, fraction: float, num_draws: int, first_seed: int = 0) -> Iterator[Gradient]:
-    """The running mean of `Sampled(fraction)` gradients over 1, 2, ... draws; the last one is reused in place."""
-    total: Gradient = {}
-    for index in range(num_draws):
-        drawn = problem.gradient(Sampled(fraction, seed=first_seed + index))
-        total = {name: total[name] + g if total else g for name, g in drawn.items()}
-        yield {name: value / (index + 1) for name, value in total.items()}
-
-
-def adapter_views(policy: Policy, scopes: Sequence[str]) -> dict[str, Policy]:
-    """The same model under other adapter scopes."""
-    return {scope: Policy(policy.model, policy.tokenizer, adapter_scope=scope) for scope in scopes}
-
-
-def scope_gradients(problem: ScopeProblem, parameters: ScopeParameters) -> Iterator[tuple[str, str, Gradient]]:
-    """(scope, adapter scope, gradient): the cheaper scopes, means of sampled draws, and prefix-frozen adapters."""
-    scopes: list[GradientScope] = ["response_only", *(Tail(chunks) for chunks in parameters.tails)]
-    for scope in scopes:
-        yield scope_name(scope), "all", problem.gradient(scope)
-    for fraction in parameters.fractions:
-        for number, mean in enumerate(mean_of_draws(problem, fraction, parameters.num_draws), start=1):
-            if number & (number - 1) == 0:  # powers of two
-                yield f"sampled:{fraction:g} x{number}", "all", mean
-    for adapter_scope, view in adapter_views(problem.policy, parameters.adapter_scopes).items():
-        yield "response_only", adapter_scope, problem.gradient("response_only", view)
-
 
 # ---------------------------------------------------------------- rows
 
@@ -182,47 +57,22 @@ def scope_rows(parameters: ScopeParameters) -> Iterator[Row]:
     runs = list(itertools.product(parameters.models, settings(parameters), parameters.seeds))
     for model, setting, seed in progress(runs, "scope settings", unit="setting"):
         prompt_tokens, response_tokens, learning_rate = setting
-        policy = open_policy(model, lora_rank=parameters.lora_rank, seed=seed)
-        problem = open_problem(
-            policy,
-            prompt_tokens=prompt_tokens,
-            answer_style=parameters.answer_style,
-            reward=parameters.reward,
-            seed=seed,
-        )
-        group = ScopeProblem(policy, problem, parameters, response_tokens, seed)
+        group = open_setting(model, parameters, prompt_tokens, response_tokens, seed)
         if learning_rate > 0.0:
             group.train(learning_rate, parameters.num_updates)
         full = group.gradient("full")
         common = {
             "model": model,
-            "family": family_of(policy),
+            "family": family_of(group.policy),
             "seed": seed,
-            "prompt_tokens": problem.prompt_ids.numel(),
+            "prompt_tokens": group.prompt_tokens,
             "response_tokens": response_tokens,
             "learning_rate": learning_rate,
         }
-        for scope, adapter_scope, gradient in scope_gradients(group, parameters):
+        for scope, adapter_scope, gradient in scope_gradients(group, parameters, seed):
             detailed = setting == middle_setting(parameters)
             for part in compared_parts(gradient, full) if detailed else [whole_part(gradient, full)]:
-                yield common | {"scope": scope, "adapter_scope": adapter_scope} | part
-
-
-def middle_setting(parameters: ScopeParameters) -> tuple[int, int, float]:
-    """Prompt tokens and response tokens from the middle of what is studied, and the first learning rate."""
-    prompts, responses = parameters.prompt_tokens, parameters.response_tokens
-    return prompts[len(prompts) // 2], responses[len(responses) // 2], parameters.learning_rates[0]
-
-
-def settings(parameters: ScopeParameters) -> list[tuple[int, int, float]]:
-    """(prompt tokens, response tokens, learning rate): each one varied around the middle of the others."""
-    prompt, response, rate = middle_setting(parameters)
-    varied = [
-        *((value, response, rate) for value in parameters.prompt_tokens),
-        *((prompt, value, rate) for value in parameters.response_tokens),
-        *((prompt, response, value) for value in parameters.learning_rates),
-    ]
-    return list(dict.fromkeys(varied))
+                yield {**common, "scope": scope, "adapter_scope": adapter_scope, **part}
 
 
 def compared_parts(found: Gradient, full: Gradient) -> Iterator[Row]:
@@ -267,6 +117,25 @@ def convergence_exponent(errors: Mapping[int, float]) -> float:
     return float((x @ y) / (x @ x))
 
 
+LIVE_HEADINGS = ("scope", "cosine", "relative L2", "time, % of full")
+
+
+def live_scopes(problem: ScopeProblem, full: Gradient, parameters: ScopeParameters) -> list[list[Any]]:
+    """Each deterministic scope against the full gradient, and one draw of each sampled one."""
+    scopes: list[GradientScope] = ["response_only", *map(Tail, parameters.tails), *map(Sampled, parameters.fractions)]
+    started = time.perf_counter()
+    problem.gradient("full")
+    full_seconds = time.perf_counter() - started
+    table = []
+    for scope in scopes:
+        started = time.perf_counter()
+        gradient = problem.gradient(scope)
+        seconds = time.perf_counter() - started
+        compared = compare_gradients(gradient, full)
+        table.append([scope_name(scope), compared.cosine, compared.relative_l2, 100 * seconds / full_seconds])
+    return table
+
+
 SCOPE_HEADINGS = ("model", "scope", "adapter", "cosine, lowest", "mean", "highest", "relative L2, mean")
 
 
@@ -295,15 +164,13 @@ NOTES = (
 )
 
 
-def record(
-    parameters: ScopeParameters, folder: Path = RUNS_FOLDER, *, command: str = COMMAND, earlier: Sequence[Row] = ()
-) -> Recording:
+def record(parameters: ScopeParameters, folder: Path = RUNS_FOLDER, *, command: str = COMMAND) -> Recording:
     """Measure and save; an interruption leaves the file with the rows so far, and a note that says so.
 
-    earlier: rows of another model, kept in front.
+    Rows of other models that the file has already are kept, so that models can be recorded one by one.
     """
-    settings_notes = [f"{name}: {value}" for name, value in parameters.model_dump().items()]
-    rows: list[Row] = list(earlier)
+    settings_notes = [f"{name}: {value}" for name, value in parameters.model_dump(exclude={"models"}).items()]
+    rows = rows_of_other_models(folder / FILE, parameters.models)
     finished = False
     try:
         rows.extend(scope_rows(parameters))
@@ -316,18 +183,41 @@ def record(
     return saved
 
 
-def recorded_or_measured(parameters: ScopeParameters, *, rerun: bool, folder: Path) -> Recording:
-    """The shipped recording, or with rerun a new one, measured here and saved in `folder`."""
+def recorded_or_measured(parameters: ScopeParameters, *, rerun: bool, folder: Path | None = None) -> Recording:
+    """The shipped recording, or with rerun a new one, measured here and saved in `folder` (default: the run's own)."""
     if rerun:
-        return record(parameters, folder, command="notebooks/55_gradient_scope.ipynb with rerun = True")
-    return load_recording(RUNS_FOLDER / FILE)
+        target = folder or run_folder() or Path("runs")
+        return record(parameters, target, command="notebooks/55_gradient_scope.ipynb with rerun = True")
+    return require_models(load_recording(RUNS_FOLDER / FILE), parameters.models)
+
+
+def sampled_errors(problem: ScopeProblem, full: Gradient, fraction: float, num_draws: int) -> dict[int, float]:
+    """Relative L2 of the mean of 1, 2, 4, ... draws of Sampled(fraction) against the full gradient."""
+    means = enumerate(mean_of_draws(problem, fraction, num_draws), start=1)
+    return {n: compare_gradients(mean, full).relative_l2 for n, mean in means if n & (n - 1) == 0}
+
+
+def scope_results(
+    parameters: ScopeParameters, recording: Recording, errors: Mapping[str, Mapping[int, float]]
+) -> dict[str, Any]:
+    """Everything that the notebook shows, as `workbench.records.save_results` takes it."""
+    return {
+        "seed": parameters.seeds[0],
+        "evidence": {"level": 1, "checks": [{"level": 1, "what": "executed", "passed": True}]},
+        "settings": parameters.model_dump(),
+        "scopes": {"headings": SCOPE_HEADINGS, "rows": scope_table(recording)},
+        "sampled_errors": errors,
+        "sampled_exponents": {name: convergence_exponent(by_draws) for name, by_draws in errors.items()},
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("--out", type=Path, default=RUNS_FOLDER, help="folder of the recording")
+    parser.add_argument("--model", action="append", help="one to record, may be repeated; others in the file are kept")
     given = parser.parse_args(argv)
-    print(f"{given.out / FILE}: {len(record(ScopeParameters(), given.out).rows)} rows")
+    parameters = ScopeParameters(**({"models": given.model} if given.model else {}))
+    print(f"{given.out / FILE}: {len(record(parameters, given.out).rows)} rows")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from workbench import Policy, Response, load_policy
 from workbench.documents import answer_similarity
 from workbench.errors import InvalidInputError
 from workbench.model_sources import TINY_FAMILIES, ByteTokenizer, quiet_loading, tiny_model
+from workbench.recordings import Recording, load_recording
 from workbench.rewards import exact_answer
 from workbench.tasks import encode_prompt, make_tasks
 
 RANDOM_PREFIX = "random:"
-REWARDS = {"exact_answer": exact_answer, "answer_similarity": answer_similarity}
+REWARDS: dict[str, Callable[..., list[float]]] = {"exact_answer": exact_answer, "answer_similarity": answer_similarity}
 KEYS_IN_PROMPT = 4
 
 
@@ -72,3 +74,18 @@ def open_problem(policy: Policy, *, prompt_tokens: int, answer_style: str, rewar
         num_needles=KEYS_IN_PROMPT,
     )
     return Problem(encode_prompt(policy.tokenizer, task["prompt"]), task["answer"], policy.tokenizer, reward)
+
+
+def require_models(recording: Recording, models: Sequence[str]) -> Recording:
+    """The recording, if it holds rows of every one of `models`; else one clear error."""
+    missing = [model for model in models if model not in recording.values("model")]
+    if missing:
+        raise InvalidInputError(
+            f"the recording {recording.title!r} has no rows of {', '.join(missing)}; set rerun = True to measure"
+        )
+    return recording
+
+
+def rows_of_other_models(path: Path, models: Sequence[str]) -> list[Mapping[str, Any]]:
+    """What a recording holds of models that are not about to be measured; nothing where there is no file yet."""
+    return [row for row in load_recording(path).rows if row["model"] not in models] if path.is_file() else []
