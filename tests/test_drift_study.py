@@ -67,8 +67,9 @@ def test_runs_make_whole_rows(tmp_path: Any) -> None:
     assert [row["mean_abs_logprob_drift"] > 0 for row in drift.rows] == [False, True, True]
     assert load_recording(tmp_path / "drift.json") == drift
     refresh = list(refresh_rows(parameters))
-    assert [row["rule"] for row in refresh] == ["drift"] * 4 + ["interval 2"] * 4
-    assert [row["state_age"] for row in refresh[4:]] == [0, 1, 0, 1]
+    assert [row["rule"] for row in refresh] == ["drift", "interval 2"] * 4
+    assert [row["state_age"] for row in refresh[1::2]] == [0, 1, 0, 1]
+    assert [row["mean_abs_logprob_drift"] > 0 for row in refresh[1::2]] == [False, True, False, True]
     assert list(refresh_rules(parameters)) == ["drift", "interval 2"]
     assert {row["seed"] for row in refresh} == {1000}
 

@@ -50,35 +50,36 @@ def run(
 
 def test_the_interval_rule() -> None:
     rule = RefreshPolicy(interval=3)
-    decisions = [rule.decide(age, weight_distance=None, slope=None) for age in (1, 2, 3, 4)]
+    decisions = [rule.decide(age, weight_distance=None) for age in (1, 2, 3, 4)]
     assert [d.refresh for d in decisions] == [False, False, True, True]
     assert decisions[2].reason == "interval of 3 steps"
 
 
 @pytest.mark.parametrize(
-    ("distance", "slope", "refresh", "reason"),
+    ("distance", "slopes", "refresh", "reason"),
     [
-        (0.0, None, False, "those of the capture"),
-        (1.0, None, True, "first reuse"),
-        (1.0, DriftSlope(0.1, 1.0), False, "predicted drift 0.1 x margin 2 <= 0.3"),
-        (1.6, DriftSlope(0.1, 1.0), True, "predicted drift 0.16 x margin 2 > 0.3"),
-        (1.0 + 1e-9, DriftSlope(0.01, 0.5), True, "over 2 x as far"),
-        (1.0, DriftSlope(0.0, 0.5), False, "<= 0.3"),
+        (0.0, [], False, "those of the capture"),
+        (1.0, [], True, "first reuse"),
+        (1.0, [DriftSlope(0.1, 1.0)], False, "predicted drift 0.1 x margin 2 <= 0.3"),
+        (1.6, [DriftSlope(0.1, 1.0)], True, "predicted drift 0.16 x margin 2 > 0.3"),
+        (1.0 + 1e-9, [DriftSlope(0.01, 0.5)], True, "over 2 x as far"),
+        (1.0, [DriftSlope(0.0, 0.5)], False, "<= 0.3"),
+        (1.0, [DriftSlope(0.2, 1.0), DriftSlope(0.01, 0.9)], True, "predicted drift 0.2"),
     ],
 )
-def test_the_drift_rule(distance: float, slope: DriftSlope | None, refresh: bool, reason: str) -> None:
+def test_the_drift_rule(distance: float, slopes: list[DriftSlope], refresh: bool, reason: str) -> None:
     assert MAX_EXTRAPOLATION == 2.0
-    decision = RefreshPolicy(max_logprob_drift=0.3, margin=2.0).decide(1, weight_distance=distance, slope=slope)
+    decision = RefreshPolicy(max_logprob_drift=0.3, margin=2.0).decide(1, weight_distance=distance, slopes=slopes)
     assert decision.refresh is refresh
     assert reason in decision.reason
 
 
 def test_combined_whichever_comes_first() -> None:
     rule = RefreshPolicy(interval=4, max_logprob_drift=0.3, margin=1.0)
-    slope = DriftSlope(0.1, 1.0)
-    assert not rule.decide(3, weight_distance=1.0, slope=slope).refresh
-    assert "interval" in rule.decide(4, weight_distance=1.0, slope=slope).reason
-    assert "predicted" in rule.decide(1, weight_distance=4.0, slope=slope).reason
+    slopes = [DriftSlope(0.1, 1.0)]
+    assert not rule.decide(3, weight_distance=1.0, slopes=slopes).refresh
+    assert "interval" in rule.decide(4, weight_distance=1.0, slopes=slopes).reason
+    assert "predicted" in rule.decide(1, weight_distance=4.0, slopes=slopes).reason
 
 
 @pytest.mark.parametrize(
@@ -128,8 +129,8 @@ def test_no_drift_without_reuse_or_without_learning(interval: int, lr: float) ->
 def test_the_drift_rule_measures_at_each_refresh_and_keeps_below_its_threshold() -> None:
     """Random weights, one seed. The figure over trained models and many prompts is recorded, not tested here."""
     steps = run(
-        lora_policy("qwen3_5", trained=True), RefreshPolicy(max_logprob_drift=0.05), lr=1e-3, num_steps=10,
-        oracle_gradient=False,
+        lora_policy("qwen3_5", trained=True), RefreshPolicy(max_logprob_drift=0.05), lr=1e-3, num_steps=8,
+        oracle="current", oracle_gradient=False,
     )  # fmt: skip
     assert steps[1].decision.reason.startswith("no drift was measured yet")
     assert steps[1].decision.measured_drift is not None
@@ -228,7 +229,7 @@ def test_an_interrupted_run_keeps_its_steps() -> None:
         steps.extend(
             reuse_run(
                 policy, PROMPT, interrupted, refresh=RefreshPolicy(interval=9), optimizer=optimizer, num_steps=5,
-                group_size=2, max_new_tokens=3, chunk_tokens=CHUNK, oracle=False,
+                group_size=2, max_new_tokens=3, chunk_tokens=CHUNK, oracle=None,
                 objective=ObjectiveConfig(temperature=1.3),
             )
         )  # fmt: skip

@@ -8,14 +8,27 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from workbench import Policy, RefreshPolicy, ReuseStep, reuse_run
+from workbench import (
+    Policy,
+    PromptReuse,
+    RefreshPolicy,
+    ResidentState,
+    Response,
+    ReuseStep,
+    capture_prompt,
+    reuse_run,
+    sample_responses,
+    score_responses,
+    update_step,
+)
 from workbench.config import ObjectiveConfig
 from workbench.drift_tables import RULE_HEADINGS, TRIGGER_HEADINGS, rule_table, trigger_table
 from workbench.progress import progress
@@ -38,18 +51,19 @@ class DriftParameters(BaseModel):
     prompt_tokens: PositiveInt = 512
     answer_style: Literal["token", "sentence"] = "sentence"
     reward: Literal["exact_answer", "answer_similarity"] = "answer_similarity"
-    group_size: int = Field(default=4, ge=2)
+    group_size: int = Field(default=3, ge=2)
     max_new_tokens: PositiveInt = 8
     chunk_tokens: PositiveInt = 128
     lora_rank: PositiveInt = 8
     temperature: PositiveFloat = 1.0
     num_steps: int = Field(default=9, ge=2)
+    gradient_ages: tuple[int, ...] = (0, 1, 2, 4, 8)  # where loss and gradient are compared: those of the paper's table
     # the comparison of refresh rules
     refresh_learning_rate: PositiveFloat = 3e-3
     refresh_steps: int = Field(default=16, ge=2)
     refresh_prompts: PositiveInt = 3
     intervals: tuple[PositiveInt, ...] = (2, 3, 4, 6)
-    max_logprob_drift: PositiveFloat = 0.05
+    max_logprob_drift: PositiveFloat = 0.01
 
     def objective(self) -> ObjectiveConfig:
         return ObjectiveConfig(temperature=self.temperature)
@@ -82,13 +96,12 @@ def study_run(
     learning_rate: float,
     seed: int,
     num_steps: int | None = None,
-    decay: bool = False,
-    oracle_gradient: bool = True,
+    oracle: Literal["first", "current"] = "first",
+    oracle_gradient: bool | Collection[int] = True,
 ) -> Iterator[ReuseStep]:
-    """`reuse_run` by AdamW without weight decay. decay: the learning rate falls linearly to 0, as by TRL's default."""
+    """`reuse_run` by AdamW without weight decay, the learning rate constant."""
     steps = num_steps or parameters.num_steps
-    optimizer = torch.optim.AdamW([p for _, p in policy.trainable_parameters()], lr=learning_rate, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / steps if decay else 1.0)
+    optimizer, schedule = _optimizer(policy, learning_rate, steps, decay=False)
     return reuse_run(
         policy,
         problem.prompt_ids,
@@ -101,9 +114,17 @@ def study_run(
         max_new_tokens=parameters.max_new_tokens,
         objective=parameters.objective(),
         chunk_tokens=parameters.chunk_tokens,
+        oracle=oracle,
         oracle_gradient=oracle_gradient,
         seed=seed,
     )
+
+
+def _optimizer(policy: Policy, learning_rate: float, num_steps: int, *, decay: bool) -> tuple[Any, Any]:
+    """AdamW without weight decay and its schedule; decay: linearly to 0, as by TRL's default."""
+    optimizer = torch.optim.AdamW([p for _, p in policy.trainable_parameters()], lr=learning_rate, weight_decay=0.0)
+    factor = (lambda step: 1.0 - step / num_steps) if decay else (lambda step: 1.0)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def exact_cases(model: str, parameters: DriftParameters, learning_rate: float) -> list[list[Any]]:
@@ -131,7 +152,10 @@ def drift_rows(parameters: DriftParameters) -> Iterator[Row]:
     for model, learning_rate, seed in progress(runs, "drift runs", unit="run"):
         policy, problem = open_run(model, parameters, seed=seed)
         rule = RefreshPolicy(interval=never)
-        for step in study_run(policy, problem, parameters, refresh=rule, learning_rate=learning_rate, seed=seed):
+        for step in study_run(
+            policy, problem, parameters, refresh=rule, learning_rate=learning_rate, seed=seed,
+            oracle_gradient=parameters.gradient_ages,
+        ):  # fmt: skip
             yield drift_row(model, policy, problem, parameters, learning_rate, seed, never, step)
 
 
@@ -176,17 +200,43 @@ def refresh_rules(parameters: DriftParameters) -> dict[str, RefreshPolicy]:
 
 
 def refresh_rows(parameters: DriftParameters, first_seed: int = HELD_OUT) -> Iterator[Row]:
-    """Every rule on every held-out prompt, the learning rate falling to 0: one row for each step."""
+    """Every rule on every held-out prompt, the learning rate falling to 0: one row for each step and rule.
+
+    The rules watch one training run side by side, each with its own state: they see the same weights and the same
+    responses, so they differ in nothing but when they capture. The run itself trains on fresh captures. Drift is that
+    of the step's own group.
+    """
     seeds = range(first_seed, first_seed + parameters.refresh_prompts)
-    runs = list(itertools.product(parameters.models, seeds, refresh_rules(parameters).items()))
-    for model, seed, (name, rule) in progress(runs, "refresh runs", unit="run"):
+    runs = list(itertools.product(parameters.models, seeds))
+    for model, seed in progress(runs, "refresh runs", unit="run"):
         policy, problem = open_run(model, parameters, seed=seed)
-        before = 0.0
-        for step in study_run(
-            policy, problem, parameters, refresh=rule, learning_rate=parameters.refresh_learning_rate, seed=seed,
-            num_steps=parameters.refresh_steps, decay=True, oracle_gradient=False,
-        ):  # fmt: skip
-            assert step.drift is not None
+        yield from watched_run(model, policy, problem, parameters, seed)
+
+
+def watched_run(model: str, policy: Policy, problem: Problem, parameters: DriftParameters, seed: int) -> Iterator[Row]:
+    """One training run on fresh captures, with a `PromptReuse` of every rule beside it."""
+    num_steps, rules = parameters.refresh_steps, refresh_rules(parameters)
+    optimizer, schedule = _optimizer(policy, parameters.refresh_learning_rate, num_steps, decay=True)
+    watched = {
+        name: PromptReuse(
+            policy, problem.prompt_ids, refresh=rule, chunk_tokens=parameters.chunk_tokens,
+            temperature=parameters.temperature,
+        )
+        for name, rule in rules.items()
+    }  # fmt: skip
+    probe_seconds = dict.fromkeys(rules, 0.0)
+    for step in range(num_steps):
+        started = time.perf_counter()
+        fresh = capture_prompt(policy, problem.prompt_ids, chunk_tokens=parameters.chunk_tokens, keep_boundaries=False)
+        capture_seconds = time.perf_counter() - started
+        group = sample_responses(
+            policy, fresh, parameters.group_size, max_new_tokens=parameters.max_new_tokens,
+            temperature=parameters.temperature, seed=seed * 100_003 + step,
+        )  # fmt: skip
+        for name, reuse in watched.items():
+            state = reuse.state_for_step()
+            decision, cost = reuse.last_decision, reuse.report().probe_seconds
+            assert decision is not None
             yield {
                 "model": model,
                 "family": family_of(policy),
@@ -195,17 +245,33 @@ def refresh_rows(parameters: DriftParameters, first_seed: int = HELD_OUT) -> Ite
                 "prompt_tokens": problem.prompt_ids.numel(),
                 "rule": name,
                 "max_logprob_drift": parameters.max_logprob_drift,
-                "step": step.step,
-                "state_age": step.state_age,
-                "refreshed": step.decision.refresh,
-                "predicted_drift": step.decision.predicted_drift,
-                "measured_drift": step.decision.measured_drift,
-                "mean_abs_logprob_drift": step.drift.mean_abs_logprob_drift,
-                "capture_seconds": step.drift.seconds["capture"],
-                "probe_seconds": step.reuse.probe_seconds - before,
-                "step_seconds": step.seconds,
+                "step": step,
+                "state_age": reuse.state_age,
+                "refreshed": decision.refresh,
+                "predicted_drift": decision.predicted_drift,
+                "measured_drift": decision.measured_drift,
+                "mean_abs_logprob_drift": _mean_drift(policy, state, fresh, group, parameters.temperature),
+                "capture_seconds": capture_seconds,
+                "probe_seconds": cost - probe_seconds[name],
             }
-            before = step.reuse.probe_seconds
+            probe_seconds[name] = cost
+            reuse.note_responses(group)
+            del state
+        update_step(
+            policy, problem.prompt_ids, group, rewards=problem.rewards(group), objective=parameters.objective(),
+            gradient_scope="response_only", state=fresh, optimizer=optimizer, measure_memory=False,
+        )  # fmt: skip
+        schedule.step()
+
+
+def _mean_drift(
+    policy: Policy, state: ResidentState, fresh: ResidentState, group: Sequence[Response], temperature: float
+) -> float:
+    reused, right = (
+        torch.cat(score_responses(policy, either, group, temperature=temperature, allow_stale=True))
+        for either in (state, fresh)
+    )
+    return float((reused - right).abs().double().mean())
 
 
 # ---------------------------------------------------------------- recordings

@@ -3,7 +3,9 @@
 Drift itself can only be measured against a fresh capture, which is the cost that reuse is there to save. So it is
 measured where a fresh capture is there anyway, at every refresh, on a few tokens; in between it is predicted:
 
-    drift of the state  ~  slope x |weights now - weights at capture|,    slope = drift / distance at the last refresh
+    drift of the state  ~  slope x |weights now - weights at capture|,    slope = drift / distance at a refresh
+
+The largest of the last `SLOPES_KEPT` slopes is used: one probe is a few dozen tokens, and a slope changes in training.
 
 The first reuse is always a refresh (no slope is known yet), and no prediction reaches further than `MAX_EXTRAPOLATION`
 times the distance at which a drift was measured. Cost: at a refresh, two scoring passes over the probe
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +33,7 @@ from workbench.replay import score_responses
 from workbench.state.resident import ResidentState
 from workbench.types import Response, is_number
 
+SLOPES_KEPT = 3
 MAX_EXTRAPOLATION = 2.0
 """A drift is predicted up to this many times the weight distance at which one was last measured."""
 
@@ -92,25 +96,25 @@ class RefreshPolicy:
         check_positive("RefreshPolicy: probe_responses", self.probe_responses)
         check_positive("RefreshPolicy: probe_tokens", self.probe_tokens)
 
-    def decide(self, state_age: int, *, weight_distance: float | None, slope: DriftSlope | None) -> Decision:
-        """For a stale state. weight_distance: since its capture; slope: the last measured, None before the first."""
+    def decide(self, state_age: int, *, weight_distance: float | None, slopes: Sequence[DriftSlope] = ()) -> Decision:
+        """For a stale state. weight_distance: since its capture; slopes: the last ones measured, the newest last."""
         if self.interval is not None and state_age >= self.interval:
             return Decision(True, f"interval of {self.interval} steps", state_age, None, weight_distance)
         limit = self.max_logprob_drift
         if limit is None:
             return Decision(False, f"within the interval of {self.interval} steps", state_age)
-        assert weight_distance is not None
+        assert weight_distance is not None, "the drift rule needs the weight distance"
         if weight_distance == 0.0:
             return Decision(False, "the weights are those of the capture", state_age, 0.0, 0.0)
-        if slope is None:
+        if not slopes:
             reason = "no drift was measured yet: the first reuse is checked by a refresh"
             return Decision(True, reason, state_age, None, weight_distance)
-        predicted = slope.predict(weight_distance)
+        predicted = max(slope.predict(weight_distance) for slope in slopes)
         if self.margin * predicted > limit:
             reason = f"predicted drift {predicted:.4g} x margin {self.margin:g} > {limit:g}"
             return Decision(True, reason, state_age, predicted, weight_distance)
-        if weight_distance > MAX_EXTRAPOLATION * slope.distance:
-            reason = f"weights moved over {MAX_EXTRAPOLATION:g} x as far as where drift was last measured"
+        if weight_distance > MAX_EXTRAPOLATION * max(slope.distance for slope in slopes):
+            reason = f"weights moved over {MAX_EXTRAPOLATION:g} x as far as where drift was measured lately"
             return Decision(True, reason, state_age, predicted, weight_distance)
         reason = f"predicted drift {predicted:.4g} x margin {self.margin:g} <= {limit:g}"
         return Decision(False, reason, state_age, predicted, weight_distance)
@@ -172,7 +176,7 @@ class PromptReuse:
         self._captured_version = 0
         self._captured_weights: list[Tensor] = []
         self._probe: list[Tensor] = []
-        self._slope: DriftSlope | None = None
+        self._slopes: deque[DriftSlope] = deque(maxlen=SLOPES_KEPT)
         self._decisions: list[Decision] = []
         self._capture_times: list[float] = []
         self._probe_seconds = 0.0
@@ -230,7 +234,7 @@ class PromptReuse:
                 raise InvalidInputError(
                     "max_logprob_drift needs tokens to measure drift on: call note_responses(responses) after sampling"
                 )
-        return self._refresh.decide(self.state_age, weight_distance=distance, slope=self._slope)
+        return self._refresh.decide(self.state_age, weight_distance=distance, slopes=self._slopes)
 
     def _is_current(self, state: ResidentState) -> bool:
         try:
@@ -257,7 +261,7 @@ class PromptReuse:
         measured = float((torch.cat(before) - torch.cat(self._score_probe())).abs().double().mean())
         assert decision.weight_distance is not None
         if decision.weight_distance > 0.0:
-            self._slope = DriftSlope(measured, decision.weight_distance)
+            self._slopes.append(DriftSlope(measured, decision.weight_distance))
         return replace(decision, measured_drift=measured)
 
     def _score_probe(self) -> list[Tensor]:

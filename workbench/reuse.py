@@ -7,9 +7,9 @@ take one response_only optimizer step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class ReuseStep:
 
 @dataclass(frozen=True)
 class OracleGroup:
-    """The group that drift is measured on throughout a run: sampled at its first step, from a fresh state.
+    """A group that drift is measured on.
 
     synthetic: the rewards do not vary, so the advantages are +1, -1, +1, ... instead.
     """
@@ -84,19 +84,22 @@ def reuse_run(
     gradient_scope: GradientScope = "response_only",
     chunk_tokens: int = 1024,
     eos_token_ids: Sequence[int] | None = (),
-    oracle: bool = True,
-    oracle_gradient: bool = True,
+    oracle: Literal["first", "current"] | None = "first",
+    oracle_gradient: bool | Collection[int] = True,
     seed: int = 0,
 ) -> Iterator[ReuseStep]:
     """Train on one prompt with reuse; yields every step as it is done, so an interrupted run keeps what it has.
 
     reward: one number (None: excluded) per response. scheduler: a torch learning-rate scheduler, stepped after the
-    optimizer. oracle: measure drift at every step, on the group of the first step (`OracleGroup`), with its sampling
-    log-probs as the old ones; oracle_gradient: loss and gradient too.
+    optimizer. oracle: measure drift at every step, on the group of the "first" step, the same tokens throughout, or on
+    the "current" step's own; None: not at all. The sampling log-probs are the old ones. oracle_gradient: also compare
+    loss and gradient, at every step or at these state ages only.
     eos_token_ids: as in `sample_responses`. seed: step t samples with seed x 100,003 + t.
 
     Raises InvalidInputError before any work if reuse could meet a gradient scope that walks the prompt.
     """
+    if oracle not in ("first", "current", None):
+        raise InvalidInputError(f"oracle={oracle!r} is not one of 'first', 'current', None")
     for name, count in (("num_steps", num_steps), ("group_size", group_size), ("max_new_tokens", max_new_tokens)):
         check_positive(name, count)
     check_seed(seed)
@@ -132,10 +135,11 @@ def reuse_run(
             )
             reuse.note_responses(responses)
             rewards = tuple(reward(responses))
-            group = group or OracleGroup.of(responses, rewards)
+            if group is None or oracle == "current":
+                group = OracleGroup.of(responses, rewards)
             seconds = time.perf_counter() - started
             drift = None
-            if oracle:
+            if oracle is not None:
                 drift = measure_drift(
                     policy,
                     state,
@@ -144,7 +148,7 @@ def reuse_run(
                     advantages=group.advantages,
                     old_logprobs=[response.logprobs for response in group.responses],
                     objective=objective,
-                    gradient=oracle_gradient,
+                    gradient=oracle_gradient if isinstance(oracle_gradient, bool) else age in oracle_gradient,
                     measure_memory=False,
                 )
             started = time.perf_counter()

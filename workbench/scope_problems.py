@@ -41,13 +41,13 @@ class ScopeParameters(BaseModel):
     learning_rates: tuple[NonNegativeFloat, ...] = Field(default=(0.0, 1e-3, 3e-3), min_length=1)
     num_updates: PositiveInt = 4  # full-scope updates before the comparison, where the learning rate is not 0
     tails: tuple[PositiveInt, ...] = (1, 2, 4)
-    fractions: tuple[float, ...] = (0.25, 0.5)
-    num_draws: PositiveInt = 4  # of `Sampled`, averaged: powers of two up to this
+    fractions: tuple[float, ...] = (0.5,)
+    num_draws: PositiveInt = 2  # of `Sampled`, averaged: powers of two up to this
     live_draws: PositiveInt = 16  # the same, for what the notebook measures itself
     adapter_scopes: tuple[Literal["response", "replay"], ...] = ("response", "replay")
     answer_style: Literal["token", "sentence"] = "sentence"
     reward: Literal["exact_answer", "answer_similarity"] = "answer_similarity"
-    group_size: int = Field(default=4, ge=2)
+    group_size: int = Field(default=3, ge=2)
     chunk_tokens: PositiveInt = 64
     lora_rank: PositiveInt = 8
     temperature: PositiveFloat = 1.0
