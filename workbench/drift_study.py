@@ -58,6 +58,7 @@ class DriftParameters(BaseModel):
     temperature: PositiveFloat = 1.0
     num_steps: int = Field(default=9, ge=2)
     gradient_ages: tuple[int, ...] = (0, 1, 2, 4, 8)  # where loss and gradient are compared: those of the paper's table
+    frozen_adapter: Literal["response", "replay"] | None = None  # adapter scope of the prefix-frozen case, if any
     # the comparison of refresh rules
     refresh_learning_rate: PositiveFloat = 3e-3
     refresh_steps: int = Field(default=16, ge=2)
@@ -132,9 +133,10 @@ def exact_cases(model: str, parameters: DriftParameters, learning_rate: float) -
     cases: dict[str, tuple[int, float, str]] = {
         "learning rate 0, never captured again": (6, 0.0, "all"),
         "captured at every step": (1, learning_rate, "all"),
-        "adapter off at the prompt (prefix-frozen)": (6, learning_rate, "response"),
         "captured every 4 steps": (4, learning_rate, "all"),
     }
+    if parameters.frozen_adapter is not None:
+        cases["adapter off at the prompt (prefix-frozen)"] = (6, learning_rate, parameters.frozen_adapter)
     table = []
     for case, (interval, rate, adapter_scope) in cases.items():
         policy, problem = open_run(model, parameters, seed=parameters.seeds[0], adapter_scope=adapter_scope)

@@ -17,6 +17,7 @@ from workbench import (
     Tail,
     capture_prompt,
     group_advantages,
+    load_policy,
     sample_responses,
     update_step,
 )
@@ -44,7 +45,7 @@ class ScopeParameters(BaseModel):
     fractions: tuple[float, ...] = (0.5,)
     num_draws: PositiveInt = 2  # of `Sampled`, averaged: powers of two up to this
     live_draws: PositiveInt = 16  # the same, for what the notebook measures itself
-    adapter_scopes: tuple[Literal["response", "replay"], ...] = ("response", "replay")
+    adapter_scopes: tuple[Literal["response", "replay"], ...] = ()  # policies whose adapter is off at the prompt
     answer_style: Literal["token", "sentence"] = "sentence"
     reward: Literal["exact_answer", "answer_similarity"] = "answer_similarity"
     group_size: int = Field(default=3, ge=2)
@@ -163,7 +164,7 @@ def mean_of_draws(problem: ScopeProblem, fraction: float, num_draws: int, first_
 
 def adapter_views(policy: Policy, scopes: Sequence[str]) -> dict[str, Policy]:
     """The same model under other adapter scopes."""
-    return {scope: Policy(policy.model, policy.tokenizer, adapter_scope=scope) for scope in scopes}
+    return {scope: load_policy(policy.model, adapter_scope=scope) for scope in scopes}
 
 
 def scope_gradients(
