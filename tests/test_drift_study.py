@@ -8,9 +8,16 @@ import pytest
 from pydantic import ValidationError
 
 from workbench import InvalidInputError, Response
-from workbench.drift_study import DriftParameters, drift_rows, record, refresh_rows, refresh_rules
+from workbench.drift_study import (
+    DriftParameters,
+    drift_rows,
+    record,
+    recorded_or_measured,
+    refresh_rows,
+    refresh_rules,
+)
 from workbench.drift_tables import falls, rank_correlation, rule_table, seed_bands, trigger_table
-from workbench.recordings import COLUMNS, RUNS_FOLDER, Recording, load_recording
+from workbench.recordings import COLUMNS, Recording, load_recording
 from workbench.study_problems import open_policy, open_problem, require_models
 
 SMALL: dict[str, Any] = {
@@ -117,6 +124,13 @@ def test_wrong_parameters_stop_the_notebook(change: dict[str, Any], message: str
 
 
 def test_models_that_are_not_recorded_are_named() -> None:
-    recording = load_recording(RUNS_FOLDER / "drift.json")
+    recording = Recording(kind="drift", origin="measured", title="t", command="c", rows=[drift_row()])
+    assert require_models(recording, ["m"]) is recording
     with pytest.raises(InvalidInputError, match=r"no rows of random:qwen3; set rerun = True"):
-        require_models(recording, [recording.values("model")[0], "random:qwen3"])
+        require_models(recording, ["m", "random:qwen3"])
+
+
+def test_a_missing_recording_says_how_to_get_one(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.drift_study.RUNS_FOLDER", tmp_path)
+    with pytest.raises(InvalidInputError, match=r"drift.json is not there: python -m workbench.drift_study"):
+        recorded_or_measured("drift", DriftParameters(**SMALL), rerun=False)

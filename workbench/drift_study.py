@@ -32,9 +32,16 @@ from workbench import (
 from workbench.config import ObjectiveConfig
 from workbench.drift_tables import RULE_HEADINGS, TRIGGER_HEADINGS, rule_table, trigger_table
 from workbench.progress import progress
-from workbench.recordings import RUNS_FOLDER, Recording, load_recording, save_recording
+from workbench.recordings import RUNS_FOLDER, Recording, save_recording
 from workbench.records import run_folder
-from workbench.study_problems import Problem, family_of, open_policy, open_problem, require_models, rows_of_other_models
+from workbench.study_problems import (
+    Problem,
+    family_of,
+    open_policy,
+    open_problem,
+    rows_of_other_models,
+    shipped_recording,
+)
 
 Row = Mapping[str, Any]
 HELD_OUT = 1000  # seeds of held-out prompts begin here; margins and rules were chosen on seeds below
@@ -314,7 +321,7 @@ def recorded_or_measured(
     if rerun:
         target = folder or run_folder() or Path("runs")
         return record(kind, parameters, target, command="notebooks/50_prefix_reuse.ipynb with rerun = True")
-    return require_models(load_recording(RUNS_FOLDER / f"{kind}.json"), parameters.models)
+    return shipped_recording(RUNS_FOLDER / f"{kind}.json", parameters.models, COMMAND)
 
 
 def drift_results(

