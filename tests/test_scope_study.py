@@ -147,8 +147,6 @@ def test_wrong_parameters_stop_the_notebook(change: dict[str, Any], message: str
 def test_an_unknown_random_family_and_a_model_without_a_recording_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="random families are"):
         open_group("random:gpt2", ScopeParameters(**SMALL), seed=0)
-    with pytest.raises(
-        InvalidInputError,
-        match="no rows of random:qwen3; set rerun = True|is not there: python -m workbench.scope_study",
-    ):
+    # Either there is no recording yet, or none of a random model.
+    with pytest.raises(InvalidInputError, match="set rerun = True"):
         recorded_or_measured(ScopeParameters(**SMALL), rerun=False)
