@@ -17,13 +17,15 @@ LAYERS = (
     "comm progress ops advantages objective memory planner records recordings rewards documents tasks",
     "state architectures parallel",
     "lora quantization adapter_files policy inputs model_sources loading",
-    "capture walk replay prompt_gradient rollout step budget walk_checkpoint",
-    "drift",
-    "update train_batch train_metrics evaluate train_states checkpoint train_output train_trackers train calibration",
+    "gradients capture walk replay prompt_gradient rollout step budget walk_checkpoint",
+    "update",
+    "drift refresh reuse",
+    "train_batch train_metrics evaluate train_states checkpoint train_output train_trackers train calibration",
     "validation",
     "workbench",
     "publish figures tiny_models studies plan_study plan_figures architecture_study architecture_figures "
-    "performance_study performance_figures run",
+    "performance_study performance_figures study_problems drift_tables drift_study drift_figures scope_problems "
+    "scope_study scope_figures run",
 )
 ORDER = [part for layer in LAYERS for part in layer.split()]
 RANK = {part: rank for rank, part in enumerate(ORDER)}

@@ -3,6 +3,7 @@
 from workbench.advantages import group_advantages
 from workbench.capture import capture_prompt
 from workbench.config import ObjectiveConfig
+from workbench.drift import DriftReport, measure_drift
 from workbench.errors import (
     InvalidInputError,
     NonDeterministicError,
@@ -16,7 +17,9 @@ from workbench.loading import load_policy
 from workbench.objective import StepDenominators
 from workbench.planner import Plan, plan
 from workbench.policy import Policy
+from workbench.refresh import Decision, PromptReuse, RefreshPolicy, ReuseReport
 from workbench.replay import score_responses
+from workbench.reuse import ReuseStep, reuse_run
 from workbench.rollout import sample_responses
 from workbench.state.pages import LayerState
 from workbench.state.resident import ResidentState
@@ -29,6 +32,8 @@ from workbench.walk_checkpoint import WalkCheckpoint
 __version__ = "0.1.0"
 
 __all__ = [
+    "Decision",
+    "DriftReport",
     "InvalidInputError",
     "LayerState",
     "NonDeterministicError",
@@ -36,8 +41,12 @@ __all__ = [
     "ObjectiveConfig",
     "Plan",
     "Policy",
+    "PromptReuse",
+    "RefreshPolicy",
     "ResidentState",
     "Response",
+    "ReuseReport",
+    "ReuseStep",
     "Sampled",
     "StaleStateError",
     "StepDenominators",
@@ -51,7 +60,9 @@ __all__ = [
     "evaluate",
     "group_advantages",
     "load_policy",
+    "measure_drift",
     "plan",
+    "reuse_run",
     "sample_responses",
     "score_responses",
     "train",

@@ -26,6 +26,11 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         "state_age", "loss_drift_pct", "mean_abs_logprob_drift", "max_abs_logprob_drift", "kl", "gradient_cosine",
         "gradient_norm_ratio", "capture_seconds", "step_seconds",
     ),
+    # One row: one optimizer step as one refresh rule saw it; predicted_drift and measured_drift: null without a probe.
+    "refresh": (
+        "model", "family", "learning_rate", "seed", "prompt_tokens", "rule", "max_logprob_drift", "step", "state_age",
+        "refreshed", "predicted_drift", "measured_drift", "mean_abs_logprob_drift", "capture_seconds", "probe_seconds",
+    ),
     # One row: one scope's gradient against the full one; layer null and parameter_family "all" are the whole.
     "gradient_scope": (
         "model", "family", "seed", "scope", "adapter_scope", "prompt_tokens", "response_tokens", "learning_rate",

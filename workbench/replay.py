@@ -149,6 +149,7 @@ class Branch:
     meter: MemoryMeter = NO_METER
     tally: Tally = field(default_factory=Tally)
     segments: list[Segment] = field(default_factory=list)  # those that take a gradient
+    on_hidden: Callable[[Tensor], None] = lambda _hidden: None  # gets each block's final hidden states [T, hidden]
 
     def sweep_forward(self, *, keep_last_graph: bool) -> tuple[Tensor, Tensor, LiveSegment | None]:
         """Run all blocks in order; log-probs [R], entropies [R], and the last block's graph if asked."""
@@ -176,6 +177,7 @@ class Branch:
                 segment = replace(segment, expected=output.run.choices)  # for when its graph is built
             if not frozen:
                 self.segments.append(segment)
+            self.on_hidden(output.hidden[0].detach())
             logprobs.append(chosen)
             entropies.append(entropy)
             if stop < boundary + count:

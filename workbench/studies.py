@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +17,11 @@ from torch import Tensor
 from workbench import Policy, ResidentState, Response, capture_prompt, group_advantages, load_policy, score_responses
 from workbench import update_step as run_step
 from workbench.documents import DocumentTask, answer_similarity
+from workbench.gradients import Gradient, GradientComparison, compare_gradients, take_gradient
 from workbench.model_sources import ByteTokenizer, quiet_loading, tiny_model
 from workbench.types import StepReport
 
 SCOPES = ("response_only", "full")
-Gradient = dict[str, Tensor]
 
 
 class StartParameters(BaseModel):
@@ -129,61 +128,9 @@ def run_scopes(
     return runs
 
 
-def take_gradient(policy: Policy) -> Gradient:
-    """The gradients of all trainable parameters, taken out of the model; a parameter without one counts as zeros."""
-    taken = {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in policy.trainable_parameters()
-    }
-    policy.model.zero_grad(set_to_none=True)
-    return taken
-
-
 def find_run(runs: Sequence[ScopeRun], scope: str, size: int) -> ScopeRun:
     """The run of this scope and group size."""
     return next(run for run in runs if (run.gradient_scope, run.group_size) == (scope, size))
-
-
-# --- comparing gradients -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GradientComparison:
-    """How far a gradient is from the right one, over all trainable parameters, in float64.
-
-    relative_l2: |found - right| / |right|. cosine: of the angle between them. norm_ratio: |found| / |right|.
-    by_layer: relative L2 within each decoder layer.
-    """
-
-    cosine: float
-    relative_l2: float
-    norm_ratio: float
-    by_layer: Mapping[int, float]
-
-
-def compare_gradients(found: Gradient, right: Gradient) -> GradientComparison:
-    """`found` against `right`; both over the same parameters, `right` not zero."""
-    layers: dict[int, list[str]] = {}
-    for name in right:
-        layer = re.search(r"\.layers\.(\d+)\.", name)
-        if layer:
-            layers.setdefault(int(layer[1]), []).append(name)
-    a, b = _flat(found, right), _flat(right, right)
-    return GradientComparison(
-        cosine=float(a @ b / (a.norm() * b.norm())),
-        relative_l2=float((a - b).norm() / b.norm()),
-        norm_ratio=float(a.norm() / b.norm()),
-        by_layer={index: _relative_l2(found, right, names) for index, names in sorted(layers.items())},
-    )
-
-
-def _flat(gradient: Gradient, names: Any) -> Tensor:
-    return torch.cat([gradient[name].reshape(-1).double() for name in names])
-
-
-def _relative_l2(found: Gradient, right: Gradient, names: Sequence[str]) -> float:
-    truth = _flat(right, names)
-    return float((_flat(found, names) - truth).norm() / truth.norm())
 
 
 # --- the step ----------------------------------------------------------------------------------------------------

@@ -63,6 +63,24 @@ def token_logprobs(head: Head, hidden: Tensor, targets: Tensor, *, temperature: 
     return torch.cat(chosen), torch.cat(entropies)
 
 
+@torch.no_grad()
+def token_kl(head: Head, hidden: Tensor, other_hidden: Tensor, *, temperature: float) -> Tensor:
+    """KL(p || q) at each position, [n], over the whole vocabulary: p follows from `hidden`, q from `other_hidden`.
+
+    hidden, other_hidden: final hidden states [n, hidden]. Two times `ROWS_AT_ONCE` rows of logits live at a time.
+    Ids to which p gives probability 0 count 0.
+    """
+    parts = []
+    for rows, other_rows in zip(hidden.split(ROWS_AT_ONCE), other_hidden.split(ROWS_AT_ONCE), strict=True):
+        logprobs, other = (torch.log_softmax(_scaled(head(x), temperature), dim=-1) for x in (rows, other_rows))
+        probabilities = logprobs.exp()
+        # 0 * (-inf) would be NaN where a mask excludes an id from both distributions.
+        terms = torch.where(probabilities > 0.0, probabilities * (logprobs - other), 0.0)
+        parts.append(terms.sum(dim=-1))
+        del logprobs, other, probabilities, terms
+    return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=accumulation_dtype(hidden.dtype))
+
+
 def backward_logprobs(
     head: Head, hidden: Tensor, targets: Tensor, coefficients: Tensor, *, temperature: float
 ) -> Tensor:
