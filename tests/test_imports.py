@@ -23,7 +23,7 @@ LAYERS = (
     "validation",
     "workbench",
     "publish figures tiny_models studies plan_study plan_figures architecture_study architecture_figures "
-    "performance_study performance_figures run",
+    "performance_study performance_figures group_study run",
 )
 ORDER = [part for layer in LAYERS for part in layer.split()]
 RANK = {part: rank for rank, part in enumerate(ORDER)}
