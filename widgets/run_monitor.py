@@ -78,7 +78,7 @@ def _curves(path: Path) -> tuple[dict[str, tuple[tuple[float, ...], tuple[float 
                 break
             raise InvalidInputError(f"{path}, line {number_of + 1}: not a JSON object ({error})") from error
     every = -(-len(rows) // MOST_POINTS) if rows else 1
-    notes = [f"Every {every}th of {len(rows)} updates is shown."] if every > 1 else []
+    notes = [f"One of every {every} of {len(rows)} updates is shown."] if every > 1 else []
     rows = rows[::every]
     steps = next(
         ([row[n] for row in rows] for n in STEP_NAMES if all(n in row for row in rows)), list(range(len(rows)))

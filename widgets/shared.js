@@ -436,7 +436,8 @@ function ticks(kind, values, fromZero, about, whole) {
     return { shown: powers, domain: [10 ** a, Math.max(10 ** b, powers.at(-1))] };
   }
   if (fromZero) [low, high] = [Math.min(0, low), Math.max(0, high)];
-  if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  // A constant, up to rounding, still gets an axis.
+  if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
   const rough = (high - low) / about;
   const power = 10 ** Math.floor(Math.log10(rough));
   let step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough - 1e-12);
