@@ -22,8 +22,8 @@ LAYERS = (
     "update train calibration",
     "validation",
     "workbench",
-    "publish figures tiny_models studies plan_study plan_figures architecture_study architecture_figures "
-    "performance_study performance_figures group_study run",
+    "pictures publish figures tiny_models studies plan_study plan_figures architecture_study architecture_figures",
+    "performance_study performance_figures group_study report_study notebook_parameters sweep run gallery",
 )
 ORDER = [part for layer in LAYERS for part in layer.split()]
 RANK = {part: rank for rank, part in enumerate(ORDER)}

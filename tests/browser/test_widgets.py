@@ -165,7 +165,9 @@ def test_narrow_wide_light_and_dark(open_page, examples, artifacts, tmp_path, na
         page = open_page(path, width=width, color_scheme=scheme)
         page.screenshot(path=artifacts / f"{name}-{look}.png", full_page=True)
         assert page.evaluate("document.documentElement.scrollWidth") == width, "nothing sticks out sideways"
-        right_edges = page.locator(".lsw svg[role=img]").evaluate_all("all => all.map(e => e.getBoundingClientRect().right)")
+        right_edges = page.locator(".lsw svg[role=img]").evaluate_all(
+            "all => all.map(e => e.getBoundingClientRect().right)"
+        )
         assert right_edges
         assert max(right_edges) <= width
         colors[look] = page.locator(".lsw").evaluate("e => getComputedStyle(e).color")

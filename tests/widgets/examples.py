@@ -140,7 +140,9 @@ def example_widgets(folder: Path) -> dict[str, Widget]:
             gradient_scope.ScopeRecord(points=tuple(gradient_scope.measured_points([scope])), notes=(NOTE,))
         ),
         "plan": widgets.Plan(
-            plan_record("Qwen3.6-27B", context_parallel=(1, 8), scopes=("full", "response_only"), positions=(2**18, 2**21))
+            plan_record(
+                "Qwen3.6-27B", context_parallel=(1, 8), scopes=("full", "response_only"), positions=(2**18, 2**21)
+            )
         ),
         "run_monitor": widgets.RunMonitor(write_run(folder / "a-run")),
     }

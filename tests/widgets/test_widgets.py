@@ -151,7 +151,9 @@ def test_published_numbers_keep_their_digits():
 def test_looked_up_answers_are_those_of_plan(model, options):
     found = cards(GPUS)
     cells = list(
-        plan_cells(model, context_parallel=(1, 8), scopes=("full", "prefix_frozen"), positions=(2**18, 2**21), **options)
+        plan_cells(
+            model, context_parallel=(1, 8), scopes=("full", "prefix_frozen"), positions=(2**18, 2**21), **options
+        )
     )
     assert len(cells) == 8
     verdicts = set()
