@@ -124,10 +124,8 @@ def measured_points(recordings: Sequence[Recording]) -> Iterator[GroupPoint]:
             )
 
 
-@cache
-def shipped_record() -> GroupRecord:
-    """Published points, this engine's plan of the same step, and the shipped recordings."""
-    recordings = recordings_of("group_memory")
+def group_record(recordings: Sequence[Recording]) -> GroupRecord:
+    """Published points, this engine's plan of the same step, and what was measured."""
     measured = tuple(measured_points(recordings))
     ceiling = next(one["value"] for one in published()["other"] if one["name"] == "ceiling")
     return GroupRecord(
@@ -140,6 +138,12 @@ def shipped_record() -> GroupRecord:
             *(source_notes(recordings) or (missing_note("group_memory"),)),
         ),
     )
+
+
+@cache
+def shipped_record() -> GroupRecord:
+    """`group_record` of the shipped recordings."""
+    return group_record(recordings_of("group_memory"))
 
 
 class GroupSerialization(Widget):

@@ -79,13 +79,17 @@ def measured_traces(recordings: Sequence[Recording]) -> Iterator[Trace]:
             )
 
 
-@cache
-def shipped_record() -> TimelineRecord:
-    """The shipped recordings."""
-    recordings = recordings_of("timeline")
+def timeline_record(recordings: Sequence[Recording]) -> TimelineRecord:
+    """What was measured."""
     return TimelineRecord(
         traces=tuple(measured_traces(recordings)), notes=source_notes(recordings) or (missing_note("timeline"),)
     )
+
+
+@cache
+def shipped_record() -> TimelineRecord:
+    """`timeline_record` of the shipped recordings."""
+    return timeline_record(recordings_of("timeline"))
 
 
 class ReplayTimeline(Widget):

@@ -50,7 +50,7 @@ def render(notebook: Path, folder: Path, runs: Path, parameters: Mapping[str, st
 def index(lines: Mapping[str, Mapping[str, object]], folder: Path) -> str:
     """The list of what is there, as Markdown."""
     rows = [
-        f"| {line['title']} | [notebook]({stem}.ipynb) | [page]({stem}.html), {_megabytes(folder / f'{stem}.html')} | "
+        f"| {line['title']} | [notebook]({stem}.ipynb) | [page]({stem}.html), {_megabytes(folder, stem)} | "
         f"{line['seconds']} s | {line['evidence_level']} |"
         for stem, line in sorted(lines.items())
     ]
@@ -58,9 +58,9 @@ def index(lines: Mapping[str, Mapping[str, object]], folder: Path) -> str:
         [
             "# Rendered notebooks",
             "",
-            f"Written by `{COMMAND}`. GitHub shows the notebooks, with pictures in place of widgets; the pages are",
-            "interactive: download one and open it, no network is needed. The last column is the level of evidence that",
-            "the run's own checks reached (docs/architecture.md).",
+            f"Written by `{COMMAND}`. GitHub shows the notebooks, with pictures in place of widgets. The pages are",
+            "interactive: download one and open it, no network is needed. The last column is the level of",
+            "evidence that the run's own checks reached (docs/architecture.md).",
             "",
             "| notebook | on GitHub | interactive | took | evidence |",
             "|---|---|---|---|---|",
@@ -70,7 +70,8 @@ def index(lines: Mapping[str, Mapping[str, object]], folder: Path) -> str:
     )
 
 
-def _megabytes(path: Path) -> str:
+def _megabytes(folder: Path, stem: str) -> str:
+    path = folder / f"{stem}.html"
     return f"{path.stat().st_size / 1e6:.1f} MB" if path.is_file() else "missing"
 
 

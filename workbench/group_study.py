@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from torch import Tensor
 
 from workbench import Policy, capture_prompt, load_policy, update_step
@@ -28,7 +29,8 @@ from workbench.model_sources import tiny_model
 from workbench.ops.gated_delta import chunk_gated_delta_rule
 from workbench.progress import progress
 from workbench.prompt_gradient import add_carry_gradients, needs_boundaries, plan_walk, walk_prompt
-from workbench.recordings import RUNS_FOLDER, save_recording
+from workbench.recordings import RUNS_FOLDER, Recording, save_recording
+from workbench.records import provenance
 from workbench.replay import Branch
 from workbench.state.pages import GradientPages
 from workbench.step import GraphCensus
@@ -61,6 +63,25 @@ class Problem:
         prompt = torch.randint(3, 101, (self.prompt_tokens,), generator=draw)
         responses = [torch.randint(3, 101, (self.response_tokens,), generator=draw) for _ in range(self.group_size)]
         return prompt, responses, [1.0 if member % 2 else -1.0 for member in range(self.group_size)]
+
+
+class GroupParameters(BaseModel):
+    """The parameters of notebooks/30_group_serialization.ipynb; an unknown name, or a bad value, is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    family: Literal["qwen3", "qwen3_5"]
+    prompt_tokens: int = Field(ge=2)
+    response_tokens: PositiveInt
+    group_sizes: list[PositiveInt] = Field(min_length=1)
+    chunk_tokens: PositiveInt
+    lora_rank: PositiveInt
+
+    def problem(self, group_size: int) -> Problem:
+        """The group of this size."""
+        return Problem(
+            self.family, self.prompt_tokens, self.response_tokens, group_size, self.chunk_tokens, self.lora_rank
+        )
 
 
 # --- three ways to one gradient ----------------------------------------------------------------------------------
@@ -269,6 +290,66 @@ def timeline_rows(problem: Problem, samples: int = SAMPLES) -> Iterator[dict[str
                     stage=stage, position=position, seconds=round(seconds, 5), ledger=ledger, live_bytes=size,
                     graphs_alive=graphs,
                 )  # fmt: skip
+
+
+# --- for the notebook --------------------------------------------------------------------------------------------
+
+
+def measure_groups(parameters: GroupParameters) -> tuple[Recording, float]:
+    """Peaks by way, scope and group size on this machine, and the largest difference between the ways' gradients."""
+    differences: list[float] = []
+    problem = parameters.problem(max(parameters.group_sizes))
+    rows = list(group_memory_rows([problem], sorted(set(parameters.group_sizes)), differences))
+    return _recording("group_memory", "Peak memory against group size", rows), max(differences)
+
+
+def measure_timeline(parameters: GroupParameters) -> Recording:
+    """Live bytes over one step of the largest group, each way."""
+    rows = list(timeline_rows(parameters.problem(max(parameters.group_sizes))))
+    return _recording("timeline", "Live bytes over one step", rows)
+
+
+def _recording(kind: str, title: str, rows: list[dict[str, Any]]) -> Recording:
+    return Recording(
+        kind=kind, origin="measured", title=title, command="this notebook", rows=rows, provenance=provenance()
+    )
+
+
+def group_results(parameters: GroupParameters, recording: Recording, difference: float) -> dict[str, Any]:
+    """What the run's record keeps: peaks by way, scope and group size, and the check of the ways against each other."""
+    peaks: dict[str, dict[str, dict[str, int]]] = {}
+    for row in recording.rows:
+        by_size = peaks.setdefault(row["mode"], {}).setdefault(row["scope"], {})
+        by_size[str(row["group_size"])] = row["peak_bytes"]
+    checks = [
+        {"level": 1, "what": "executed", "passed": True},
+        {
+            "level": 4,
+            "what": "relative L2 between the ways, full scope against conventional autograd among them",
+            "measured": difference,
+            "bound": LARGEST_DIFFERENCE,
+            "passed": difference <= LARGEST_DIFFERENCE,
+        },
+    ]
+    level = 4 if difference <= LARGEST_DIFFERENCE else 1
+    return {
+        "seed": 0,
+        "settings": parameters.model_dump(),
+        "memory": {"peak_bytes_by_way": peaks},
+        "evidence": {"level": level, "checks": checks},
+    }
+
+
+def growth_rows(recording: Recording) -> list[list[Any]]:
+    """Peak of the smallest and of the largest group of each way and scope, and the growth in per cent."""
+    rows = []
+    for mode in recording.values("mode"):
+        for scope in recording.values("scope"):
+            found = sorted(recording.select(mode=mode, scope=scope), key=lambda row: row["group_size"])
+            if found:
+                first, last = found[0]["peak_bytes"], found[-1]["peak_bytes"]
+                rows.append([mode.replace("_", " "), scope, first / 1e6, last / 1e6, 100 * (last / first - 1)])
+    return rows
 
 
 # --- command -----------------------------------------------------------------------------------------------------

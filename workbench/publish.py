@@ -149,7 +149,7 @@ def _figures_to_html(page: Any) -> list[dict[str, Any]]:
 
 
 def _plotly_script(figures: Sequence[Mapping[str, Any]]) -> str:
-    """The script that draws the figures, with plotly.js in it, compressed: its basic bundle if that knows all traces."""
+    """The script that draws the figures, with plotly.js in it, compressed: the basic bundle if it knows all traces."""
     kinds = {trace.get("type", "scatter") for figure in figures for trace in figure["data"]}
     if kinds <= _BASIC_TRACES:
         packed = _BASIC_BUNDLE.read_bytes()

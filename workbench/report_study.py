@@ -35,7 +35,9 @@ class ReportParameters(BaseModel):
             return folder
         own = [path.parent for path in Path("runs").glob("*/run.json") if not path.parent.name.startswith("90_report")]
         if not own:
-            raise InvalidInputError("run_folder is empty and runs/ holds no run: run a notebook first, or name a folder")
+            raise InvalidInputError(
+                "run_folder is empty and runs/ holds no run: run a notebook first, or name a folder"
+            )
         return max(own, key=lambda folder: (folder / "run.json").stat().st_mtime)
 
 
@@ -77,14 +79,18 @@ def evidence_rows(record: RunRecord) -> list[list[Any]]:
         for c in checks
     ]
     reached = {check["level"] for check in checks}
-    return rows + [[f"{n} {name}", "no check of this level ran", "", "", False] for n, name in LEVELS.items() if n not in reached]
+    return rows + [
+        [f"{n} {name}", "no check of this level ran", "", "", False] for n, name in LEVELS.items() if n not in reached
+    ]
 
 
 def seconds_rows(record: RunRecord) -> list[list[Any]]:
     """Stages by time, the longest first; share of the whole in per cent."""
     total = record.seconds.get("total", 0.0)
     stages = sorted(((s, t) for s, t in record.seconds.items() if s != "total"), key=lambda pair: -pair[1])
-    return [[stage, seconds, 100 * seconds / total if total else 0.0] for stage, seconds in stages] or [["total", total, 100.0]]
+    return [[stage, seconds, 100 * seconds / total if total else 0.0] for stage, seconds in stages] or [
+        ["total", total, 100.0]
+    ]
 
 
 def number_rows(values: Mapping[str, Any]) -> list[list[Any]]:

@@ -32,7 +32,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser) -> Iterator[Callable[..., Any]]:
-    """open_page(path, width=1000, color_scheme="light") -> a page; afterwards: no request went out, no error came up."""
+    """open_page(path, width=1000, color_scheme="light") -> a page; then: no request went out, no error came up."""
     contexts, refused, errors = [], [], []
 
     def open_one(path: Path, *, width: int = 1000, color_scheme: str = "light") -> Any:

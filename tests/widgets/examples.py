@@ -48,7 +48,8 @@ def scope_recording() -> Recording:
                 "response_tokens": 32, "learning_rate": 0.0, "layer": layer, "parameter_family": family,
                 "cosine": draw.uniform(0.5, 1.0), "relative_l2": draw.uniform(0.0, 0.9),
             }
-            for scope in ("response_only", "tail:1") for tokens in (256, 1024) for seed in range(2) for layer, family in parts
+            for scope in ("response_only", "tail:1") for tokens in (256, 1024) for seed in range(2)
+            for layer, family in parts
         ],
     )  # fmt: skip
 

@@ -130,9 +130,20 @@ def test_a_series_without_an_origin_is_refused():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "–"), (0, "0"), (0.0, "0"), (8192, "8,192"), (5198.78, "5,199"), (97.503, "97.50"), (0.0137, "0.01370"),
-     (1.5e-7, "1.500e-7"), (-12345.6, "-12,346"), (2.0625, "2.063"), (0.99999, "1.0000")],
-)  # fmt: skip
+    [
+        (None, "–"),
+        (0, "0"),
+        (0.0, "0"),
+        (8192, "8,192"),
+        (5198.78, "5,199"),
+        (97.503, "97.50"),
+        (0.0137, "0.01370"),
+        (1.5e-7, "1.500e-7"),
+        (-12345.6, "-12,346"),
+        (2.0625, "2.063"),
+        (0.99999, "1.0000"),
+    ],
+)
 def test_numbers_have_four_digits_and_separators(value, text):
     assert number(value) == text
 
@@ -146,8 +157,12 @@ def test_published_numbers_keep_their_digits():
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [("Qwen3.6-27B", {"checkpoint_layers": True, "chunk_tokens": 8192}), ("GLM-5.2", {}), ("Qwen3-8B", {"weights": "bf16"})],
-)  # fmt: skip
+    [
+        ("Qwen3.6-27B", {"checkpoint_layers": True, "chunk_tokens": 8192}),
+        ("GLM-5.2", {}),
+        ("Qwen3-8B", {"weights": "bf16"}),
+    ],
+)
 def test_looked_up_answers_are_those_of_plan(model, options):
     found = cards(GPUS)
     cells = list(
@@ -217,9 +232,7 @@ def test_published_points_are_the_published_ones():
 # --- drift -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("tolerance", "interval"), [(0.01, 1), (0.0137, 2), (0.02, 2), (0.05, 3), (3.5, 5), (10.0, 9)]
-)  # fmt: skip
+@pytest.mark.parametrize(("tolerance", "interval"), [(0.01, 1), (0.0137, 2), (0.02, 2), (0.05, 3), (3.5, 5), (10.0, 9)])
 def test_the_recommended_interval_uses_no_age_beyond_the_tolerance(tolerance, interval):
     curve = next(c for c in prefix_reuse_drift.published_curves() if c.metric == "mean_abs_logprob_drift")
     assert recommended_interval(curve, tolerance) == interval
@@ -237,8 +250,13 @@ def test_the_worst_run_decides():
 
 @pytest.mark.parametrize(
     ("kind", "module"),
-    [("drift", prefix_reuse_drift), ("gradient_scope", gradient_scope), ("reach", context_frontier), ("timeline", replay_timeline)],
-)  # fmt: skip
+    [
+        ("drift", prefix_reuse_drift),
+        ("gradient_scope", gradient_scope),
+        ("reach", context_frontier),
+        ("timeline", replay_timeline),
+    ],
+)
 def test_a_missing_recording_is_said_in_words(kind, module, monkeypatch):
     monkeypatch.setattr(module, "recordings_of", lambda kind: [])
     record = module.shipped_record.__wrapped__()
