@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ _BARS: dict[str, dict[str, Any]] = {
 
 def png(view: View) -> bytes:
     """The charts side by side, as PNG."""
+    # Its first picture on a machine would announce a font cache, on a page that people share.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     from matplotlib.figure import Figure
 
     panels = [panel for panel in view.panels if panel.series]

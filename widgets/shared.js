@@ -38,7 +38,7 @@ const CSS = `
 .lsw-scroll { overflow-x: auto; margin-top: 10px; }
 .lsw table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; color: inherit; margin: 0; }
 .lsw caption { text-align: left; font-weight: 600; padding: 2px 0; color: inherit; }
-.lsw :is(th, td) { text-align: left; padding: 3px 10px 3px 0; vertical-align: top; white-space: nowrap; border-bottom: 1px solid color-mix(in srgb, currentColor 18%, transparent); color: inherit; background: none; }
+.lsw table :is(th, td) { text-align: left !important; padding: 3px 10px 3px 0; vertical-align: top; white-space: nowrap; border-bottom: 1px solid color-mix(in srgb, currentColor 18%, transparent); color: inherit; background: none; }
 .lsw-notes { font-size: 12.5px; opacity: 0.85; margin: 8px 0 0; padding-left: 18px; max-width: 100ch; }
 `;
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ def figure_png(figure: Mapping[str, Any]) -> bytes | None:
     traces, layout = figure["data"], figure.get("layout", {})
     if any(trace.get("type", "scatter") not in DRAWN_TRACES or "xaxis" in trace for trace in traces):
         return None
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # it would announce its font cache
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(8, max(3.2, layout.get("height", 400) / 100)), layout="constrained", dpi=100)
