@@ -182,8 +182,8 @@ def test_three_widgets_on_one_page_are_small_and_quick(open_page, examples, tmp_
     page = open_page(path)
     assert page.locator(".lsw").count() == 3
     paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-    # Measured: 60 to 150 ms on two shared cores; a library of megabytes to parse would show.
-    assert paint < 1000
+    # Below 1000 ms when measured (two x86-64 cores, ten processes waiting for them); the margin is for busier machines.
+    assert paint < 5000
     page.locator('[name="group_size"]').press("ArrowRight")
     check_shown_first(page, examples["group_serialization"], {"group_size": 12})
 
