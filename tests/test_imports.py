@@ -23,9 +23,9 @@ LAYERS = (
     "train_batch train_metrics evaluate train_states checkpoint train_output train_trackers train calibration",
     "validation",
     "workbench",
-    "publish figures tiny_models studies plan_study plan_figures architecture_study architecture_figures "
-    "performance_study performance_figures study_problems drift_tables drift_study drift_figures scope_problems "
-    "scope_study scope_figures run",
+    "pictures publish figures tiny_models studies plan_study plan_figures architecture_study architecture_figures "
+    "performance_study performance_figures group_study study_problems drift_tables drift_study drift_figures "
+    "scope_problems scope_study scope_figures report_study notebook_parameters sweep run gallery",
 )
 ORDER = [part for layer in LAYERS for part in layer.split()]
 RANK = {part: rank for rank, part in enumerate(ORDER)}

@@ -12,6 +12,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+import workbench.run as run_module
 from workbench.errors import InvalidInputError
 from workbench.publish import find_external_addresses
 from workbench.records import read_record
@@ -88,7 +89,9 @@ def test_a_failing_cell_leaves_everything_up_to_it(tmp_path, capsys):
     assert "ValueError: of this" in capsys.readouterr().err
     assert "before" in output_text(folder)
     assert "after" not in output_text(folder)
-    assert "of this" in (folder / "toy.html").read_text()
+    page = (folder / "toy.html").read_text()
+    assert "of this" in page
+    assert "<strong>This run failed.</strong>" in page
 
 
 def test_a_dead_kernel_is_a_failure(tmp_path):
@@ -169,3 +172,54 @@ def test_values_are_read_as_json_unless_the_default_is_text(text, default, value
 
 def test_a_default_that_is_an_expression_does_not_stop_the_run(tmp_path):
     assert resolve_parameters(make_notebook(tmp_path), {"derived": "5"}) == {"derived": 5}
+
+
+# --- what goes wrong with the disk -------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_a_record_and_a_notebook_marked_failed(tmp_path, monkeypatch):
+    """Simulated: the executed notebook is cut off in the middle of being written, and its page finds no room."""
+    notebook = make_notebook(tmp_path, "print('first')")
+
+    def cut_off(executed, *_):
+        executed.write_text(executed.read_text()[:100])
+        raise OSError(28, "No space left on device")
+
+    def no_room(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_module.papermill, "execute_notebook", lambda path, *_, **__: cut_off(Path(path)))
+    monkeypatch.setattr(run_module, "write_html", no_room)
+    record, folder = run_notebook(notebook, runs=tmp_path / "runs")
+    assert record.status == "failed"
+    written = read_record(folder / "run.json")
+    assert written["status"] == "failed"
+    assert written["error"] == "OSError: [Errno 28] No space left on device"
+    node = nbformat.read(folder / "toy.ipynb", as_version=4)
+    assert node.metadata["longstraw"]["status"] == "failed"
+    assert "This run failed" in node.cells[0].source
+    assert "print('first')" in node.cells[-1].source
+
+
+def test_a_record_that_cannot_be_written_fails_the_run(tmp_path, monkeypatch):
+    notebook = make_notebook(tmp_path)
+    write, calls = run_module.write_record, []
+
+    def full(path, record):
+        calls.append(record.status)
+        if record.status != "running":
+            raise OSError(28, "No space left on device")
+        write(path, record)
+
+    monkeypatch.setattr(run_module, "write_record", full)
+    monkeypatch.setattr(run_module, "_execute", lambda *_: ("completed", None))
+    record, folder = run_notebook(notebook, runs=tmp_path / "runs")
+    assert record.status == "failed"
+    assert "No space left on device" in record.error
+    assert read_record(folder / "run.json")["status"] == "running", "what was there stays readable"
+
+
+def test_no_room_for_a_run_folder_is_one_line(tmp_path, capsys):
+    (tmp_path / "runs").write_text("a file in the way")
+    assert main([str(make_notebook(tmp_path)), "--runs", str(tmp_path / "runs")]) == 1
+    assert capsys.readouterr().err.startswith("error: ")

@@ -22,7 +22,7 @@ one thread of a 2.6 GHz Xeon); next to nothing where an operation takes a millis
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -161,9 +161,10 @@ class _StorageMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, book: _StorageBook) -> None:
+    def __init__(self, book: _StorageBook, after_operation: Callable[[], None] | None) -> None:
         super().__init__()
         self._book = book
+        self._after_operation = after_operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs:
@@ -175,6 +176,8 @@ class _StorageMode(TorchDispatchMode):
             args_and_kwargs = args
             result = func(*args)
         self._see(result, () if func is _ANNOUNCES_NEW_MEMORY else args_and_kwargs)
+        if self._after_operation is not None:
+            self._after_operation()
         return result
 
     def _see(self, result: Any, arguments: Sequence[Any]) -> None:
@@ -235,10 +238,18 @@ class MemoryMeter:
 
     device: only storages of this device are counted.
     enabled: False makes every method do nothing; the report then holds no number.
+    watcher: called with the meter after every tensor operation, for a picture of live bytes over time.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        enabled: bool = True,
+        watcher: Callable[[MemoryMeter], None] | None = None,
+    ) -> None:
         self.enabled = enabled
+        self._watcher = watcher
         self._device = _device_of_storages(device) if enabled else torch.device(device)
         self._book = _StorageBook(self._device)
         self._mode: _StorageMode | None = None
@@ -255,7 +266,8 @@ class MemoryMeter:
             raise WorkbenchError("a MemoryMeter measures one block: make a new one for the next")
         if self._device.type == "cuda":
             self._gauge = _CudaCounters(self._device)
-        self._mode = _StorageMode(self._book)
+        watcher = self._watcher
+        self._mode = _StorageMode(self._book, None if watcher is None else lambda: watcher(self))
         self._mode.__enter__()
         return self
 
@@ -313,6 +325,15 @@ class MemoryMeter:
         ledger = self._book.ledger(name)
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
             self._book.rebook(ledger, tensor)
+
+    def live_bytes(self) -> dict[str, int]:
+        """Bytes alive now by ledger; adopted tensors, alive before the start, among them."""
+        return {name: ledger.live for name, ledger in self._book.ledgers.items()}
+
+    @property
+    def open_stage(self) -> str:
+        """The innermost stage that is open now, "" outside all."""
+        return self._open_stages[-1] if self._open_stages else ""
 
     def report(self) -> dict[str, Any]:
         """All figures so far, in bytes; callable during the block and after it.

@@ -22,6 +22,7 @@ from workbench.planner.questions import with_request
 from workbench.types import GradientScope, Sampled, Tail
 
 GB = 1e9
+GRID_GPUS = ("H20-3e-141", "H200-SXM", "H100-80-SXM", "B200")
 FRONTIER_SCOPES: Mapping[str, GradientScope] = {"full": "full", "response_only": "response_only"}
 
 
@@ -75,6 +76,24 @@ def make_plan(parameters: PlanParameters) -> Plan:
         **({"chunk_tokens": parameters.chunk_tokens} if parameters.chunk_tokens else {}),
     )
     return planned if parameters.chunk_tokens else with_request(planned, chunk_tokens=best_chunk(planned))
+
+
+def grid_options(parameters: PlanParameters, planned: Plan) -> dict[str, Any]:
+    """What the widget's grid of plans shares with this plan; a grid of its own has lengths, ranks, cards and scopes."""
+    gpus = [planned.gpu.name, *(name for name in GRID_GPUS if name != planned.gpu.name)]
+    lengths = {2**power for power in range(15, 23)} | {planned.request.positions}
+    # Shorter chunks than ranks cannot be planned, nor prompts shorter than one response.
+    ranks = [n for n in (1, 2, 4, 8, 16, 32) if n <= planned.request.chunk_tokens]
+    return {
+        "gpus": gpus,
+        "positions": sorted(n for n in lengths if n > planned.request.response_tokens + 1),
+        "context_parallel": sorted({*ranks, planned.request.context_parallel}),
+        "response_tokens": planned.request.response_tokens,
+        "weights": parameters.weights,
+        "chunk_tokens": planned.request.chunk_tokens,
+        "checkpoint_layers": parameters.checkpoint_layers,
+        "placement": parameters.placement,
+    }
 
 
 def verdict_rows(planned: Plan) -> list[list[Any]]:

@@ -41,13 +41,15 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         "model", "task", "answer", "scope", "adapter_scope", "learning_rate", "seed", "step", "reward_mean",
         "held_out_reward", "step_seconds",
     ),
-    # One row: one step at one group size; mode is "serial_replay" or "all_graphs" (every response's graph held).
+    # One row: one step at one group size; mode is "serial_replay", "all_graphs" (every response's graph held over the
+    # same captured prompt) or "conventional" (whole-sequence autograd, every response's graph held).
     "group_memory": (
         "model", "mode", "scope", "prompt_tokens", "response_tokens", "group_size", "state_bytes", "peak_bytes",
         "step_seconds",
     ),
-    # One row: one sample of live bytes in one stage of one step, by ledger; mode as above.
-    "timeline": ("model", "mode", "scope", "stage", "seconds", "ledger", "live_bytes", "graphs_alive"),
+    # One row: one sample of live bytes in one stage of one step, by ledger; mode as above; position: first token of the
+    # chunk or block in work.
+    "timeline": ("model", "mode", "scope", "stage", "position", "seconds", "ledger", "live_bytes", "graphs_alive"),
     # One row: one prompt length that completed on a machine, with the peak of the step above the weights.
     "reach": (
         "model", "scope", "prompt_tokens", "group_size", "response_tokens", "peak_bytes", "floor_bytes", "step_seconds",

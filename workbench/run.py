@@ -9,9 +9,7 @@ is this interpreter, and success is what a marker written by the last cell says,
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import difflib
 import json
 import os
 import secrets
@@ -32,12 +30,18 @@ from ipykernel.kernelspec import get_kernel_dict
 from traitlets.config import Config
 
 from workbench.errors import InvalidInputError
-from workbench.publish import write_html
+from workbench.notebook_parameters import expand_sweep, literal_path, parse_value, resolve_parameters
+from workbench.publish import detach_widgets, write_html
 from workbench.records import RUN_FOLDER_VARIABLE, RunRecord, gather_results, provenance, write_record
+from workbench.sweep import SweepRun, run_sweep, sweep_status
+
+__all__ = ["main", "parse_value", "resolve_parameters", "run_notebook"]
 
 _END_TAG = "longstraw-end"
 _END_SOURCE = "from workbench.records import finish_notebook\n\nfinish_notebook()"
 _END_RESULT = "_end"  # the results that finish_notebook leaves: their presence is the marker
+_STATUS_TAG = "longstraw-status"
+_ENDINGS = {"failed": "failed", "interrupted": "was interrupted"}
 _RECORD_FIELDS = ("seconds", "memory", "evidence", "seed", "device")
 _EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130}
 _KERNELSPEC = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
@@ -75,48 +79,12 @@ def run_notebook(
         status, error = "failed", "the kernel never reached the notebook's end, though no cell reported an error"
     own = {"total": time.monotonic() - clock}
     record = _finished(replace(record, status=status, error=error, seconds=own), results)
-    record = _publish(executed, record)
-    write_record(folder / "run.json", record)
+    record = _publish(notebook, executed, record)
+    try:
+        write_record(folder / "run.json", record)
+    except OSError as error:  # a full disk: the caller still learns how the run ended
+        record = replace(record, status="failed", error=f"{record.error or 'record not written'}; run.json: {error}")
     return record, folder
-
-
-# --- parameters --------------------------------------------------------------------------------------------------
-
-
-def resolve_parameters(notebook: Path, texts: Mapping[str, str]) -> dict[str, Any]:
-    """Typed values for the notebook's parameters. Raises InvalidInputError naming the nearest known names."""
-    if not notebook.is_file():
-        raise InvalidInputError(f"no notebook at {notebook}")
-    known = papermill.inspect_notebook(_literal_path(notebook))
-    for name in texts:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known) or 'none'}"
-            raise InvalidInputError(f"{notebook.name} has no parameter '{name}': {hint}")
-    return {name: parse_value(text, _default(known[name])) for name, text in texts.items()}
-
-
-def parse_value(text: str, default: Any = None) -> Any:
-    """`text` as JSON (true, 1e-5, [1, 2], null), with Python's True, False and None; else as it stands.
-
-    A parameter whose default is a string stays a string, so that `-p name 3` gives "3" where a name is expected.
-    """
-    if isinstance(default, str):
-        return text
-    python_words = {"True": True, "False": False, "None": None}
-    if text in python_words:
-        return python_words[text]
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def _default(parameter: Mapping[str, Any]) -> Any:
-    try:
-        return ast.literal_eval(parameter["default"])
-    except (ValueError, SyntaxError):  # an expression, such as 2**10
-        return None
 
 
 # --- execution ---------------------------------------------------------------------------------------------------
@@ -136,7 +104,7 @@ def _prepare(notebook: Path, target: Path) -> None:
 
 def _execute(executed: Path, values: Mapping[str, Any], folder: Path) -> tuple[str, str | None]:
     """Executes the prepared copy in place; returns status and error."""
-    path = _literal_path(executed)
+    path = literal_path(executed)
     try:
         with _kernel_environment(folder), _terminate_as_interrupt():
             papermill.execute_notebook(
@@ -159,11 +127,6 @@ def _execute(executed: Path, values: Mapping[str, Any], folder: Path) -> tuple[s
         traceback.print_exc()
         return "failed", f"{type(error).__name__}: {error}"
     return "completed", None
-
-
-def _literal_path(path: Path) -> str:
-    """Papermill formats paths with the parameters; doubled braces survive that."""
-    return str(path.resolve()).replace("{", "{{").replace("}", "}}")
 
 
 @contextlib.contextmanager
@@ -228,43 +191,83 @@ def _finished(record: RunRecord, results: Mapping[str, dict[str, Any]]) -> RunRe
     return replace(record, finished_at=now, results=rest, **fields)
 
 
-def _publish(executed: Path, record: RunRecord) -> RunRecord:
-    """Cleans the executed notebook and writes its page; a page that would need a network fails the run."""
-    node = nbformat.read(executed, as_version=4)
-    node.cells = [cell for cell in node.cells if _END_TAG not in cell.metadata.get("tags", [])]
-    node.metadata["kernelspec"] = dict(_KERNELSPEC)
-    node.metadata["longstraw"] = {"status": record.status, "provenance": dict(record.provenance)}
-    for place in (node, *node.cells):
-        # Papermill's own status says "completed" after an interruption, and its paths are this machine's.
-        for key in ("status", "input_path", "output_path"):
-            place.metadata.get("papermill", {}).pop(key, None)
-    nbformat.write(node, executed)
+def _publish(notebook: Path, executed: Path, record: RunRecord) -> RunRecord:
+    """Cleans the executed notebook and writes its page; a page that cannot be written fails the run."""
     try:
+        try:
+            node = nbformat.read(executed, as_version=4)
+        except Exception:  # cut off in the middle, by a full disk
+            _prepare(notebook, executed)
+            node = nbformat.read(executed, as_version=4)
+        _clean(node, record)
+        nbformat.write(node, executed)
         write_html(node, executed.with_suffix(".html"), title=record.name)
     except Exception as error:
         return replace(record, status="failed", error=record.error or f"page not written: {error}")
     return record
 
 
+def _clean(node: Any, record: RunRecord) -> None:
+    """Takes this machine's traces and dead widgets out, and says at the top if the run did not complete."""
+    node.cells = [cell for cell in node.cells if _END_TAG not in cell.metadata.get("tags", [])]
+    if record.status != "completed":
+        words = f"**This run {_ENDINGS[record.status]}.** What follows is as far as it got.\n\n```\n{record.error}\n```"
+        node.cells.insert(0, nbformat.v4.new_markdown_cell(words, metadata={"tags": [_STATUS_TAG]}))
+    node.metadata["kernelspec"] = dict(_KERNELSPEC)
+    node.metadata["longstraw"] = {"status": record.status, "provenance": dict(record.provenance)}
+    for place in (node, *node.cells):
+        # Papermill's own status says "completed" after an interruption, and its paths are this machine's.
+        for key in ("status", "input_path", "output_path"):
+            place.metadata.get("papermill", {}).pop(key, None)
+    detach_widgets(node)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status: 0 completed, 1 failed, 2 wrong usage, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m workbench.run", description="Run a notebook as a job.")
     parser.add_argument("notebook", type=Path)
-    parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    parser.add_argument(
+        "-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),
+        help="a parameter; 2,4,8 for a number runs the notebook once for each",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sweep", nargs=2, action="append", default=[], metavar=("NAME", "VALUES"),
+        help="the same for a parameter of any type, its values between commas",
+    )  # fmt: skip
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder for run folders (default: runs)")
     options = parser.parse_args(arguments)
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        record, folder = run_notebook(options.notebook, dict(options.parameter), runs=options.runs, argv=argv)
+        combinations = expand_sweep(options.notebook, dict(options.parameter), dict(options.sweep))
+        if len(combinations) == 1:
+            return _report(*run_notebook(options.notebook, combinations[0], runs=options.runs, argv=argv))
+        done, folder = run_sweep(run_notebook, options.notebook, combinations, runs=options.runs, argv=argv)
     except InvalidInputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # no run folder could be made, or a sweep's page not be written
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return _report_sweep(done, folder, len(combinations))
+
+
+def _report(record: RunRecord, folder: Path) -> int:
     print(f"{record.status} after {record.seconds['total']:.0f} s: {folder}")
     for path in sorted(folder.glob("*.*")):
         print(f"  {path}")
     if record.error:
         print(f"error: {record.error}", file=sys.stderr)
     return _EXIT_CODES[record.status]
+
+
+def _report_sweep(done: Sequence[SweepRun], folder: Path, asked: int) -> int:
+    status = sweep_status(done, asked)
+    completed = sum(run.record.status == "completed" for run in done)
+    print(f"{status}: {completed} of {asked} runs completed: {folder}\n  {folder / 'index.html'}")
+    for run in done:
+        if run.record.error:
+            print(f"error: {run.folder.name}: {run.record.error}", file=sys.stderr)
+    return _EXIT_CODES[status]
 
 
 if __name__ == "__main__":

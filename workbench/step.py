@@ -39,6 +39,11 @@ class GraphCensus:
         self._outputs = [ref for ref in self._outputs if ref() is not None] + [weakref.ref(output)]
         self.most_alive = max(self.most_alive, len(self._outputs))
 
+    @property
+    def alive(self) -> int:
+        """Graphs alive now."""
+        return sum(ref() is not None for ref in self._outputs)
+
 
 @dataclass
 class Step:

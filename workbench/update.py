@@ -64,7 +64,7 @@ def update_step(
     optimizer: torch.optim.Optimizer | None = None,
     comm: None = None,
     allow_stale: bool = False,
-    measure_memory: bool = True,
+    measure_memory: bool | MemoryMeter = True,
 ) -> StepReport:
     """One step of group-relative policy optimisation on one prompt, in memory that does not grow with the group.
 
@@ -85,6 +85,7 @@ def update_step(
         so that the step's peak above its start stays below it (budget.py); naming one of them as well is an error.
     walk_checkpoint: a folder, or WalkCheckpoint(folder, every_chunks): the prompt walk is saved between chunks, and the
         same call goes on from there after an interruption (walk_checkpoint.py).
+    measure_memory: False for no measurement; or a MemoryMeter of the caller's own, not yet entered.
     optimizer: called once, then gradients are set to None. Without it gradients stay in `.grad`; a second call adds.
 
     Departures from the LongStraw paper: the prompt's gradient is kept unless a cheaper scope is named; log-probs and
@@ -105,7 +106,8 @@ def update_step(
         schedule = _fitted(policy, step, schedule, memory_budget, walked_scope, optimizer, state)
     keeper = _walk_keeper(policy, step, schedule, walk_checkpoint, walked_scope, state)
 
-    clock = StageClock(MemoryMeter(policy.device, enabled=measure_memory))
+    own_meter = isinstance(measure_memory, MemoryMeter)
+    clock = StageClock(measure_memory if own_meter else MemoryMeter(policy.device, enabled=measure_memory))
     with clock.meter as meter, GradientsOrNothing(policy) as gradients_or_nothing:
         meter.adopt("weights", policy.model.parameters())
         # 2. Reference log-probs, from the reference's own capture, freed before the policy's begins

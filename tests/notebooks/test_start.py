@@ -78,7 +78,7 @@ def test_the_page_shows_its_figures_without_a_network(start_run):
     folder, _ = start_run
     page = (folder / "00_start.html").read_text()
     assert find_external_addresses(page) == []
-    assert page.count("plotly-graph-div") >= 3
+    assert page.count('<div class="longstraw-figure">') >= 3
     assert "of which the captured prompt" in page
     node = nbformat.read(folder / "00_start.ipynb", as_version=4)
     errors = [o for c in node.cells for o in c.get("outputs", []) if o.get("name") == "stderr"]

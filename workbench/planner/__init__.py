@@ -13,10 +13,11 @@ from workbench.planner.questions import best_chunk, largest_group, largest_posit
 from workbench.planner.request import Request
 from workbench.planner.shapes import ModelShape
 from workbench.planner.sources import Gpu, catalogue, find_gpu, find_model, this_machine
-from workbench.planner.step_plan import Plan, plan, plan_request
+from workbench.planner.step_plan import FRAGMENTATION, Plan, plan, plan_request, seconds_lines
 from workbench.planner.terms import PHASES, TERMS, Term
 
 __all__ = [
+    "FRAGMENTATION",
     "PHASES",
     "TERMS",
     "Calibration",
@@ -41,6 +42,7 @@ __all__ = [
     "post_hoc_choices",
     "published_runs",
     "published_table",
+    "seconds_lines",
     "smallest_context_parallel",
     "this_machine",
 ]

@@ -199,7 +199,7 @@ def plan_request(shape: ModelShape, gpu: Gpu, request: Request, calibration: Cal
         details=builder.build(first_step=False),
         first_step_details=builder.build(first_step=True),
         host_bytes=host_bytes(shape, request),
-        seconds_lines=_seconds_lines(shape, gpu, request, calibration if cover != "no" else None),
+        seconds_lines=seconds_lines(shape, gpu, request, calibration if cover != "no" else None),
         notes=tuple(_notes(shape, request, calibration, cover)),
         calibration=calibration,
     )
@@ -215,9 +215,10 @@ def _request(options: dict[str, Any], **given: Any) -> Request:
     return Request(**given, **options)
 
 
-def _seconds_lines(
+def seconds_lines(
     shape: ModelShape, gpu: Gpu, request: Request, calibration: Calibration | None
 ) -> dict[str, dict[str, float]]:
+    """{"roofline" | "half of peak" | "calibrated": {phase: seconds}} of one step; without a calibration, no third."""
     work = flops.work_by_phase(shape, request)
     optimizer = flops.optimizer_seconds(sizes.gradient_bytes(shape, request), gpu.bytes_per_second)
 
