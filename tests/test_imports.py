@@ -17,13 +17,13 @@ LAYERS = (
     "comm progress ops advantages objective memory planner records recordings rewards documents tasks",
     "state architectures parallel",
     "policy inputs model_sources loading",
-    "capture walk replay prompt_gradient rollout step budget walk_checkpoint",
+    "replicas capture walk replay prompt_gradient rollout step budget walk_checkpoint",
     "drift",
     "update train calibration",
     "validation",
     "workbench",
     "publish figures tiny_models studies plan_study plan_figures architecture_study architecture_figures "
-    "performance_study performance_figures run",
+    "performance_study performance_figures launch ranks_study ranks_figures run",
 )
 ORDER = [part for layer in LAYERS for part in layer.split()]
 RANK = {part: rank for rank, part in enumerate(ORDER)}
