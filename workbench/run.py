@@ -44,14 +44,23 @@ _KERNELSPEC = {"name": "python3", "display_name": "Python 3 (ipykernel)", "langu
 
 
 def run_notebook(
-    notebook: Path, parameters: Mapping[str, str] | None = None, *, runs: Path = Path("runs"), argv: Sequence[str] = ()
+    notebook: Path,
+    parameters: Mapping[str, str] | None = None,
+    *,
+    runs: Path = Path("runs"),
+    argv: Sequence[str] = (),
+    nproc: int | None = None,
 ) -> tuple[RunRecord, Path]:
     """Executes `notebook` in a new folder under `runs`; returns the record and the folder.
 
     parameters: values as text, as on a command line; each is read as its default in the notebook suggests.
+    nproc: how many ranks the notebook is to launch: its parameter `ranks`. A run that has not launched that many is
+        failed: a launcher that quietly starts one process is a known trap.
     A failing cell, a dead kernel or Ctrl-C do not raise: `record.status` and `record.error` tell.
     Raises InvalidInputError for a missing notebook or an unknown parameter, before anything starts.
     """
+    if nproc is not None:
+        parameters = _with_ranks(notebook, parameters or {}, nproc)
     values = resolve_parameters(notebook, parameters or {})
     started = datetime.now(UTC)
     folder = runs / f"{notebook.stem}-{started:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
@@ -73,6 +82,8 @@ def run_notebook(
     results = gather_results(folder)
     if status == "completed" and _END_RESULT not in results:
         status, error = "failed", "the kernel never reached the notebook's end, though no cell reported an error"
+    if status == "completed" and nproc is not None and nproc not in _launched(folder):
+        status, error = "failed", f"{nproc} ranks were asked for; launches that completed had {_launched(folder)}"
     own = {"total": time.monotonic() - clock}
     record = _finished(replace(record, status=status, error=error, seconds=own), results)
     record = _publish(executed, record)
@@ -117,6 +128,22 @@ def _default(parameter: Mapping[str, Any]) -> Any:
         return ast.literal_eval(parameter["default"])
     except (ValueError, SyntaxError):  # an expression, such as 2**10
         return None
+
+
+def _with_ranks(notebook: Path, texts: Mapping[str, str], nproc: int) -> dict[str, str]:
+    if nproc < 1:
+        raise InvalidInputError(f"--nproc {nproc} must be >= 1")
+    if notebook.is_file() and "ranks" not in papermill.inspect_notebook(_literal_path(notebook)):
+        raise InvalidInputError(f"--nproc: {notebook.name} has no parameter 'ranks', so it runs as one process")
+    if texts.get("ranks", str(nproc)) != str(nproc):
+        raise InvalidInputError(f"--nproc {nproc} and -p ranks {texts['ranks']} say different things; give one")
+    return {**texts, "ranks": str(nproc)}
+
+
+def _launched(folder: Path) -> list[int]:
+    """Sizes of the launches (workbench.launch) that completed in this run's folder."""
+    launches = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("ranks-*/launch.json")]
+    return [launch["ranks"] for launch in launches if launch["status"] == "completed"]
 
 
 # --- execution ---------------------------------------------------------------------------------------------------
@@ -252,10 +279,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("notebook", type=Path)
     parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder for run folders (default: runs)")
+    parser.add_argument("--nproc", type=int, help="how many ranks the notebook launches (its parameter 'ranks')")
     options = parser.parse_args(arguments)
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        record, folder = run_notebook(options.notebook, dict(options.parameter), runs=options.runs, argv=argv)
+        record, folder = run_notebook(
+            options.notebook, dict(options.parameter), runs=options.runs, argv=argv, nproc=options.nproc
+        )
     except InvalidInputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
