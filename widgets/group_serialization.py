@@ -221,7 +221,7 @@ class GroupSerialization(Widget):
         chosen = Mark(axis="x", value=size, label=f"G = {size}")
         limit = (
             [Mark(axis="y", value=ceiling / scale, label=f"the card, {exact(ceiling / scale)} GB", origin="published")]
-            if gb
+            if ceiling is not None
             else []
         )
         x = Axis(label="group size G, responses", scale="log")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def missing_note(kind: str) -> str:
     return f"No recording of kind {kind} is in data/runs, so nothing measured here is shown."
 
 
-def source_notes(recordings: list[Recording]) -> tuple[str, ...]:
+def source_notes(recordings: Sequence[Recording]) -> tuple[str, ...]:
     """Where measured series come from, one line a recording."""
     return tuple(
         f"Measured: {recording.title} ({recording.command}). {'; '.join(recording.notes)}".strip()

@@ -68,7 +68,11 @@ def parse_bytes(budget: int | str) -> int:
     """A count of bytes, or text such as "40GB" (powers of 1000) or "512MiB" (powers of 1024)."""
     if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
         return budget
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b)?\s*", budget, re.IGNORECASE) if _is_text(budget) else None
+    match = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b)?\s*", budget, re.IGNORECASE)
+        if isinstance(budget, str)
+        else None
+    )
     if match is None or not float(match[1]):
         raise InvalidInputError(f"memory_budget={budget!r} is neither a number of bytes > 0 nor text such as '40GB'")
     return int(float(match[1]) * UNITS[(match[2] or "").lower()])
@@ -103,10 +107,6 @@ def fit_schedule(
             "raise the budget, shorten the prompt or name a cheaper scope"
         )
     return min(fitting, key=questions.seconds)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _bytes(schedule: Schedule) -> int:

@@ -161,7 +161,8 @@ def _all_graphs_step(policy: Policy, problem: Problem, scope: str, meter: Memory
 @contextmanager
 def linear_kernel(policy: Policy) -> Iterator[None]:
     """Gives transformers' Gated DeltaNet this package's kernel: its own reference kernel would make it look worse."""
-    base = policy.model.get_base_model() if hasattr(policy.model, "get_base_model") else policy.model
+    model: Any = policy.model
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     modeling = sys.modules[type(base).__module__]
     name = "torch_chunk_gated_delta_rule"
     with mock.patch.object(modeling, name, chunk_gated_delta_rule) if hasattr(modeling, name) else mock.MagicMock():
@@ -260,7 +261,8 @@ class Trace:
 
     def slices(self, count: int) -> list[tuple[float, str, int, dict[str, int], int]]:
         """The sample with the most live bytes in each of `count` equal slices of the step's time."""
-        end, best = self.samples[-1][0], {}
+        end = self.samples[-1][0]
+        best: dict[int, Any] = {}
         for sample in self.samples:
             slot = min(count - 1, int(count * sample[0] / end))
             if slot not in best or _above_start(sample[3]) > _above_start(best[slot][3]):
@@ -282,7 +284,7 @@ def timeline_rows(problem: Problem, samples: int = SAMPLES) -> Iterator[dict[str
             trace = Trace()
             with trace.follow(policy):
                 run_step(policy, problem, mode, scope, MemoryMeter(watcher=trace))
-        row = partial(dict, model=FAMILIES[problem.family], mode=mode, scope=scope)
+        row: Any = partial(dict, model=FAMILIES[problem.family], mode=mode, scope=scope)
         for seconds, stage, position, ledgers, graphs in trace.slices(samples):
             shown = {name: size for name, size in ledgers.items() if name != "weights"}
             for ledger, size in (shown if mode == "serial_replay" else {"total": sum(shown.values())}).items():

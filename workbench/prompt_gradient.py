@@ -116,6 +116,7 @@ def walk_prompt(
             source=source,
             expected=state.choices_of(index),
             tally=tally,
+            comm=state.comm,
         )
         live = run_segment(policy, segment, gradients, checkpoint_layers=checkpoint_layers)
         if on_graph is not None:

@@ -55,7 +55,7 @@ def summary_rows(record: RunRecord) -> list[list[Any]]:
     """What ran, how it ended, and with which versions."""
     versions, git = record.provenance.get("versions", {}), record.provenance.get("git", {})
     machine = record.provenance.get("machine", {})
-    rows = [
+    rows: list[list[Any]] = [
         ["run", record.name],
         ["status", record.status],
         ["error", record.error or "none"],
@@ -74,7 +74,7 @@ def summary_rows(record: RunRecord) -> list[list[Any]]:
 def evidence_rows(record: RunRecord) -> list[list[Any]]:
     """Every check that ran, with its measured figure, and a line for each level that none reached."""
     checks = record.evidence.get("checks", [])
-    rows = [
+    rows: list[list[Any]] = [
         [f"{c['level']} {LEVELS[c['level']]}", c["what"], c.get("measured", ""), c.get("bound", ""), c["passed"]]
         for c in checks
     ]

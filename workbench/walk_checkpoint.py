@@ -241,6 +241,6 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _number(text: str) -> float | int:
+def _number(text: str) -> Any:
     """As `repr` wrote it; infinities included, which JSON does not have."""
     return int(text) if text.lstrip("-").isdigit() else float(text)

@@ -106,7 +106,7 @@ def _longest(layout: _Layout, tokenizer: Any, prompt_tokens: int) -> int:
         raise InvalidInputError(
             f"prompt_tokens={prompt_tokens} is too short: needles and question alone have {low_tokens} tokens"
         )
-    high, high_tokens = prompt_tokens + 1, None  # a word has at least about one token; checked below
+    high = prompt_tokens + 1  # a word has at least about one token; checked below
     while (high_tokens := tokens(high)) <= prompt_tokens:
         low, low_tokens, high = high, high_tokens, 2 * high
     while high - low > 1:

@@ -33,7 +33,7 @@ def dense_selection(model: Any) -> Iterator[None]:
     """Every key is selected: ordinary attention. Nothing changes for a model without an index."""
 
     def everything(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        batch, tokens, _ = hidden.shape
+        batch, tokens = hidden.shape[:2]
         return torch.arange(tokens, dtype=torch.int32).expand(batch, tokens, tokens)
 
     with ExitStack() as stack:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -105,7 +106,8 @@ def _save(made: MadeModel, recipe: Recipe, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        made.policy.model.save_pretrained(work)
+        model: Any = made.policy.model
+        model.save_pretrained(work)
         made.policy.tokenizer.save_pretrained(work)
         record = {
             "name": recipe.name,
