@@ -168,7 +168,7 @@ def measure_drift(
                 compared = _compare_steps(policy, state, fresh, step, responses, rewards, advantages, old, block_tokens)
         with clock.stage("state_distance"):
             distance = tuple(_state_distance(state, fresh))
-    age = policy.weight_version - state.weight_version
+    age = policy.state_version - state.weight_version
     return _report(age, scores, compared, distance, clock)
 
 
@@ -177,7 +177,7 @@ def _check_states(
 ) -> None:
     check_resident_state(state)
     purpose = "measure_drift"
-    state.require_current(policy.state_key, policy.weight_version, allow_stale=True, purpose=purpose)
+    state.require_current(policy.state_key, policy.state_version, allow_stale=True, purpose=purpose)
     if not torch.equal(state.prompt_ids, step.prompt):
         raise InvalidInputError("measure_drift: the state was captured from another prompt than prompt_ids")
     if chunk_tokens not in (None, state.chunk_tokens):
@@ -188,7 +188,7 @@ def _check_states(
     if fresh is None:
         return
     check_resident_state(fresh)
-    fresh.require_current(policy.state_key, policy.weight_version, allow_stale=False, purpose=f"{purpose}(fresh=...)")
+    fresh.require_current(policy.state_key, policy.state_version, allow_stale=False, purpose=f"{purpose}(fresh=...)")
     same = torch.equal(fresh.prompt_ids, state.prompt_ids) and (fresh.chunk_tokens, fresh.boundaries) == (
         state.chunk_tokens,
         state.boundaries,

@@ -239,7 +239,7 @@ class PromptReuse:
     def _is_current(self, state: ResidentState) -> bool:
         try:
             state.require_current(
-                self._policy.state_key, self._policy.weight_version, allow_stale=False, purpose="PromptReuse"
+                self._policy.state_key, self._policy.state_version, allow_stale=False, purpose="PromptReuse"
             )
         except StaleStateError:
             return False
