@@ -25,7 +25,7 @@ LAYERS = (
     "workbench",
     "pictures publish figures tiny_models studies plan_study plan_figures architecture_study architecture_figures "
     "performance_study performance_figures group_study study_problems drift_tables drift_study drift_figures "
-    "scope_problems scope_study scope_figures report_study launch ranks_study ranks_figures notebook_parameters "
+    "scope_problems scope_study scope_figures report_study training_study launch ranks_study ranks_figures notebook_parameters "
     "sweep run gallery",
 )
 ORDER = [part for layer in LAYERS for part in layer.split()]
