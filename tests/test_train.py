@@ -22,6 +22,7 @@ from workbench import (
     InvalidInputError,
     ObjectiveConfig,
     Policy,
+    RefreshPolicy,
     StepDenominators,
     TrainConfig,
     evaluate,
@@ -286,19 +287,15 @@ def test_a_learning_rate_of_zero_has_ratio_one_for_ever() -> None:
 
 
 def test_a_refresh_policy_decides_for_every_stale_state() -> None:
-    class AtTwo:
-        asked: list[int] = []
-
-        def decide(self, age: int, probe: Any) -> bool:
-            assert probe.state.prompt_ids is not None
-            self.asked.append(age)
-            return age >= 2
-
-    refresh = AtTwo()
-    config = config_of(num_steps=4, prompts_per_step=1, refresh=refresh, gradient_scope="response_only")
-    record = train(policy_of(), TASKS[:1], in_order, config=config)
-    assert [line["state_ages"] for line in record.results["metrics"]] == [[0], [1], [0], [1]]
-    assert set(refresh.asked) == {1, 2}
+    """The first reuse is always a refresh, which measures; a tight limit refreshes every time, a wide one reuses."""
+    ages = {}
+    for limit in (1e-12, 1e3):
+        refresh = RefreshPolicy(max_logprob_drift=limit)
+        config = config_of(num_steps=4, prompts_per_step=1, refresh=refresh, gradient_scope="response_only")
+        record = train(policy_of(), TASKS[:1], in_order, config=config)
+        ages[limit] = [line["state_ages"] for line in record.results["metrics"]]
+    assert ages[1e-12] == [[0]] * 4
+    assert ages[1e3] == [[0], [0], [1], [2]]
 
 
 @pytest.mark.parametrize("placement", ["host", "recapture"])
@@ -563,7 +560,7 @@ def test_bad_input_is_one_error_before_any_work(options: dict[str, Any], message
         ({"state_placement": "disk"}, "is not one of device, host, recapture"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "is not one of linear"),
         ({"warmup_steps": 3}, "reaches nothing with lr_scheduler_type='constant'"),
-        ({"refresh": 0}, "refresh=0 must be an integer >= 1 or have a method decide"),
+        ({"refresh": 0}, "refresh=0 must be an integer >= 1 or a RefreshPolicy"),
         ({"refresh": 2, "state_placement": "recapture"}, "refresh reaches nothing"),
         ({"checkpoint_every": 1}, "checkpoint_every=1 reaches nothing without output_dir"),
         ({"resume": True}, "resume=True reaches nothing without output_dir"),

@@ -13,8 +13,8 @@ from torch import nn
 from workbench.errors import InvalidInputError, UnsupportedModelError
 from workbench.lora import is_adapter_parameter
 
-# On some processors bitsandbytes warns, when imported, that an optional kernel of a model hub is missing. PEFT imports it
-# wherever it is installed, so the warning would stand in every notebook that trains an adapter, quantized or not.
+# On some processors bitsandbytes warns, when imported, that an optional kernel of a model hub is missing. PEFT imports
+# it wherever it is installed: the warning would stand in every notebook that trains an adapter, quantized or not.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
     lambda record: "gemm_4bit_forward" not in record.getMessage()
 )

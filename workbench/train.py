@@ -198,6 +198,7 @@ class _Run:
                         allow_stale=True,
                     )
                 )
+            self.states.note_responses(task.index, responses[-1])
             del state
         with self._timed("reward"):
             trainer_state = SimpleNamespace(global_step=step, max_steps=config.num_steps)
@@ -232,6 +233,7 @@ class _Run:
                 "learning_rate": learning_rate,
                 "weight_version": self._weight_version(),
                 "state_ages": ages,
+                "state_decisions": [self.states.why(group.task.index) for group in groups],
                 "notes": notes,
                 **measured_metrics(reports, self.seconds, num_tokens),
             }
@@ -245,7 +247,7 @@ class _Run:
         state = None
         if self.states.holds:
             with self._timed("capture"):
-                state = self.states.state_for(group.task.index, group.task.prompt_ids, group.responses)
+                state = self.states.state_for(group.task.index, group.task.prompt_ids)
         age = 0 if state is None else self.states.age(state)
         report = update_step(
             self.policy,

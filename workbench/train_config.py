@@ -12,6 +12,7 @@ from typing import Any
 
 from workbench.config import ObjectiveConfig
 from workbench.errors import InvalidInputError
+from workbench.refresh import RefreshPolicy
 from workbench.types import GradientScope, Sampled, Tail, is_number
 
 STATE_PLACEMENTS = ("device", "host", "recapture")
@@ -39,8 +40,8 @@ class TrainConfig:
     gradient_scope, chunk_tokens, block_tokens, checkpoint_layers: as in `update_step`.
     state_placement: "device" or "host" hold the prompts' resident states between sampling and updates;
         "recapture" holds none, and captures each prompt once more for every update.
-    refresh: a state serves until it is this many updates old, or until the `decide` of an object such as RefreshPolicy
-        says so. Above 1 it serves stale states, which only response_only does.
+    refresh: a state serves until it is this many updates old, or until a `RefreshPolicy` says so. Above 1 it serves
+        stale states, which only response_only does.
     kept_states: states that outlive their step, for when their prompts come again; default: prompts_per_step.
     reward_weights: one per reward function.
     eval_every: evaluate held-out tasks before the first step, after every so many steps, and at the end.
@@ -76,7 +77,7 @@ class TrainConfig:
     block_tokens: int = 2048
     checkpoint_layers: bool = False
     state_placement: str = "device"
-    refresh: Any = 1
+    refresh: int | RefreshPolicy = 1
     kept_states: int | None = None
     reward_weights: tuple[float, ...] | None = None
     eval_every: int | None = None
@@ -175,8 +176,8 @@ def _check_choices(config: TrainConfig) -> None:
         _refuse(f"trackers={trackers!r}: a tuple of {', '.join(TRACKERS)}")
     interval = config.refresh
     is_interval = isinstance(interval, int) and not isinstance(interval, bool) and interval >= 1
-    if not is_interval and not callable(getattr(interval, "decide", None)):
-        _refuse(f"refresh={interval!r} must be an integer >= 1 or have a method decide(age, probe)")
+    if not is_interval and not isinstance(interval, RefreshPolicy):
+        _refuse(f"refresh={interval!r} must be an integer >= 1 or a RefreshPolicy")
     if config.output_dir is None:
         for name in ("checkpoint_every", "resume", "trackers"):
             if getattr(config, name):

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from workbench.capture import capture_prompt
-from workbench.errors import InvalidInputError
 from workbench.policy import Policy
 from workbench.prompt_gradient import needs_boundaries, scope_to_walk
+from workbench.refresh import PromptReuse, RefreshPolicy
 from workbench.state.resident import ResidentState
 from workbench.train_config import TrainConfig
 from workbench.types import Response
-
-
-@dataclass(frozen=True)
-class StateProbe:
-    """What a refresh policy may look at before it decides whether a state still serves."""
-
-    policy: Policy
-    state: ResidentState
-    prompt_ids: Tensor
-    responses: Sequence[Response]
 
 
 class StateStore:
@@ -35,16 +23,8 @@ class StateStore:
 
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
         self._policy, self._config = policy, config
-        walked = scope_to_walk(policy, config.gradient_scope)
-        self._keep_boundaries = needs_boundaries(walked)
-        if config.reuses_states and walked != "response_only":
-            raise InvalidInputError(
-                f"refresh={config.refresh!r} reuses states of older weights, through which gradient_scope="
-                f"{config.gradient_scope!r} would walk another model's prompt; use gradient_scope='response_only', "
-                "refresh=1, or an adapter_scope that leaves the prompt to the base model"
-            )
-        self._held: dict[int, ResidentState] = {}  # by task, least recently used first
-        self.num_captures = 0
+        self._keep_boundaries = needs_boundaries(scope_to_walk(policy, config.gradient_scope))
+        self._held: dict[int, PromptReuse] = {}  # by task, least recently used first
 
     @property
     def holds(self) -> bool:
@@ -53,39 +33,41 @@ class StateStore:
     def age(self, state: ResidentState) -> int:
         return self._policy.state_version - state.weight_version
 
-    def state_for(self, task: int, prompt: Tensor, responses: Sequence[Response] = ()) -> ResidentState:
+    def state_for(self, task: int, prompt: Tensor) -> ResidentState:
         """The state of a task's prompt: held if it still serves, else captured now."""
-        state = self._held.pop(task, None)
-        if state is not None and not self._serves(state, prompt, responses):
-            state = None  # its memory is free before the new one is captured
-        if state is None:
-            state = self._capture(prompt)
+        if not self.holds:
+            chunk_tokens = self._config.chunk_tokens
+            return capture_prompt(self._policy, prompt, chunk_tokens=chunk_tokens, keep_boundaries=False)
+        reuse = self._held.pop(task, None) or self._reuse(prompt)
+        self._held[task] = reuse
+        return reuse.state_for_step()
+
+    def note_responses(self, task: int, responses: Sequence[Response]) -> None:
+        """What was sampled from a task's state: a drift rule's probe of it."""
         if self.holds:
-            self._held[task] = state
-        return state
+            self._held[task].note_responses(responses)
+
+    def why(self, task: int) -> str:
+        """The last decision about a task's state, in words."""
+        decision = self._held[task].last_decision if self.holds else None
+        return "captured for this step" if decision is None else decision.reason
 
     def forget(self, num_kept: int) -> None:
         """Let go of states that cannot serve again, then of all but the `num_kept` used last."""
-        if not self._config.reuses_states:
-            self._held = {task: state for task, state in self._held.items() if self.age(state) == 0}
+        if not self._config.reuses_states and not self._policy.frozen_prompt:
+            self._held = {task: reuse for task, reuse in self._held.items() if reuse.state_age == 0}
         for task in list(self._held)[: max(0, len(self._held) - num_kept)]:
             del self._held[task]
 
-    def _serves(self, state: ResidentState, prompt: Tensor, responses: Sequence[Response]) -> bool:
-        age, refresh = self.age(state), self._config.refresh
-        if age == 0:
-            return True
-        if isinstance(refresh, int):
-            return age < refresh
-        decision: Any = refresh.decide(age, StateProbe(self._policy, state, prompt, responses))
-        return not getattr(decision, "refresh", decision)
-
-    def _capture(self, prompt: Tensor) -> ResidentState:
-        self.num_captures += 1
-        return capture_prompt(
+    def _reuse(self, prompt: Tensor) -> PromptReuse:
+        config = self._config
+        interval = config.refresh
+        return PromptReuse(
             self._policy,
             prompt,
-            chunk_tokens=self._config.chunk_tokens,
-            keep_boundaries=self._keep_boundaries and self.holds,
-            placement="host" if self._config.state_placement == "host" else "device",
+            refresh=interval if isinstance(interval, RefreshPolicy) else RefreshPolicy(interval=interval),
+            chunk_tokens=config.chunk_tokens,
+            keep_boundaries=self._keep_boundaries,
+            placement="host" if config.state_placement == "host" else "device",
+            temperature=config.temperature,
         )
