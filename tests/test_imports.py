@@ -17,7 +17,7 @@ LAYERS = (
     "comm progress ops advantages objective memory planner records recordings rewards documents tasks",
     "state architectures parallel",
     "lora quantization adapter_files policy inputs model_sources loading",
-    "gradients capture walk replay prompt_gradient rollout step budget walk_checkpoint",
+    "replicas gradients capture walk replay prompt_gradient rollout step budget walk_checkpoint",
     "update",
     "drift refresh reuse",
     "train_batch train_metrics evaluate train_states checkpoint train_output train_trackers train calibration",
@@ -25,7 +25,8 @@ LAYERS = (
     "workbench",
     "pictures publish figures tiny_models studies plan_study plan_figures architecture_study architecture_figures "
     "performance_study performance_figures group_study study_problems drift_tables drift_study drift_figures "
-    "scope_problems scope_study scope_figures report_study notebook_parameters sweep run gallery",
+    "scope_problems scope_study scope_figures report_study notebook_parameters sweep "
+    "launch ranks_study ranks_figures run gallery",
 )
 ORDER = [part for layer in LAYERS for part in layer.split()]
 RANK = {part: rank for rank, part in enumerate(ORDER)}

@@ -125,7 +125,7 @@ BAD: list[tuple[str, Any, type[WorkbenchError], str]] = [
     ("chunk", {"chunk_tokens": 0}, InvalidInputError, "chunk_tokens=0 must be an integer >= 1"),
     ("block", {"block_tokens": 2.5}, InvalidInputError, "block_tokens=2.5 must be an integer >= 1"),
     ("placement", {"placement": "disk"}, InvalidInputError, "placement='disk' is not one of device, host"),
-    ("ranks", {"comm": object()}, InvalidInputError, "updates over several ranks are not implemented"),
+    ("ranks", {"comm": object()}, InvalidInputError, "comm is a object; workbench.parallel.open_mesh"),
     ("nothing to train", frozen, InvalidInputError, "no trainable parameter"),
     ("foreign optimizer", foreign_optimizer, InvalidInputError, "holds none of the policy's trainable parameters"),
     ("no reference", {"objective": ObjectiveConfig(beta=0.1)}, InvalidInputError, "beta=0.1 needs a reference"),

@@ -25,3 +25,11 @@ class NonDeterministicError(WorkbenchError, RuntimeError):
 
 class NonFiniteError(WorkbenchError, ArithmeticError):
     """NaN or infinity in model output or gradient; the message names stage, member and layer."""
+
+
+class RanksDisagreeError(WorkbenchError, RuntimeError):
+    """Ranks brought different arguments, called different collectives, or hold different replicas."""
+
+
+class RankFailedError(WorkbenchError, RuntimeError):
+    """A rank of a launched run failed, died or stalled; the message names the rank and the stage."""

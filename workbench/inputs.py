@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from workbench.comm import Comm, Mesh
 from workbench.errors import InvalidInputError, UnsupportedModelError
 from workbench.policy import Policy
 from workbench.state.resident import ResidentState
@@ -83,6 +84,26 @@ def check_end_ids(policy: Policy, end_ids: Ids) -> tuple[int, ...]:
 def check_resident_state(state: object) -> None:
     if not isinstance(state, ResidentState):
         raise InvalidInputError(f"state is a {type(state).__name__}; capture_prompt(policy, prompt_ids) makes one")
+
+
+def check_ranks(policy: Policy, comm: object) -> Comm | None:
+    """The ranks that share a prompt's tokens, None for one process; refuses a mesh that the model does not fit."""
+    if comm is not None and not isinstance(comm, Mesh):
+        raise InvalidInputError(f"comm is a {type(comm).__name__}; workbench.parallel.open_mesh(...) makes a Mesh")
+    experts = getattr(policy.adapter.causal_lm, "expert_comm", None)
+    if experts is not None and (comm is None or comm.experts is not experts):
+        raise InvalidInputError(
+            "this model's experts are spread over ranks (shard_experts): give comm=, the mesh of that call"
+        )
+    if comm is not None and any(hasattr(p, "device_mesh") for p in policy.model.parameters()):
+        raise UnsupportedModelError("weights sharded over ranks (FSDP, DTensor) are not supported; load them whole")
+    ranks = None if comm is None or comm.context.size == 1 else comm.context
+    if ranks is not None and policy.adapter_scope != "all":
+        raise UnsupportedModelError(
+            f"adapter_scope={policy.adapter_scope!r} over ranks that share a prompt is not supported: the adapter's mask "
+            "does not know which tokens a rank owns; use adapter_scope='all', or data-parallel ranks only"
+        )
+    return ranks
 
 
 def check_seed(seed: object) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from workbench.architectures import ChunkContext, ChunkOutput
 from workbench.capture import chunk_spans, forward_checked, keep_carry, keep_page
+from workbench.comm import digest, require_agreement
 from workbench.errors import NonFiniteError
 from workbench.inputs import (
     Ids,
@@ -37,7 +38,7 @@ from workbench.inputs import (
 from workbench.memory import NO_METER, MemoryMeter
 from workbench.ops.logprobs import token_logprobs
 from workbench.policy import Policy
-from workbench.state.pages import GradientPages
+from workbench.state.pages import GradientPages, Page
 from workbench.state.placement import row_source
 from workbench.state.resident import ResidentState
 from workbench.types import Response, Tally, accumulation_dtype
@@ -66,6 +67,8 @@ def score_responses(
     check_resident_state(state)
     state.require_current(policy.state_key, policy.state_version, allow_stale=allow_stale, purpose="score_responses")
     checked = check_responses(policy, state.positions + 1, responses)
+    arguments = digest(checked, temperature, block_tokens)
+    require_agreement(state.comm, arguments, "score_responses' arguments", policy.device)
     scores = []
     with policy.active():
         for member, ids in enumerate(checked):
@@ -162,7 +165,15 @@ class Branch:
             first, last = start - boundary, stop - boundary
             place = f"response {self.member}, tokens [{first}, {last})"
             segment = Segment(
-                inputs[first:last], start, tuple(pages), carry, place, self.ids[first:last], source, tally=self.tally
+                inputs[first:last],
+                start,
+                tuple(pages),
+                carry,
+                place,
+                self.ids[first:last],
+                source,
+                tally=self.tally,
+                comm=self.state.comm,
             )
             frozen = start == boundary and self.policy.frozen_boundary
             if keep_last_graph and stop == boundary + count and not frozen:
@@ -181,7 +192,7 @@ class Branch:
             logprobs.append(chosen)
             entropies.append(entropy)
             if stop < boundary + count:
-                pages.append(keep_page(self.policy, output, start, stop, self.state.placement, self.meter))
+                pages.append(self._page(output, segment, stop))
                 carry = keep_carry(output, self.meter)
         return _concatenate(logprobs, self.policy), _concatenate(entropies, self.policy), live
 
@@ -194,18 +205,24 @@ class Branch:
 
     @torch.no_grad()
     def _run_without_graph(self, segment: Segment) -> ChunkOutput:
-        context = ChunkContext(segment.start, segment.pages, segment.carry, source=segment.source)
-        return forward_checked(self.policy, segment.ids.to(self.policy.device)[None], context, segment.place)
+        context = ChunkContext(segment.start, segment.pages, segment.carry, source=segment.source, shard=segment.shard)
+        return forward_checked(self.policy, segment.own_ids().to(self.policy.device)[None], context, segment.place)
+
+    def _page(self, output: ChunkOutput, segment: Segment, stop: int) -> Page:
+        return keep_page(self.policy, output, segment.start, stop, self.state.placement, self.meter, segment.shard)
 
     def _logprobs(self, hidden: Tensor, segment: Segment, first: int) -> tuple[Tensor, Tensor]:
+        """Of all the segment's tokens, on every rank."""
         assert segment.targets is not None
+        shard, targets = segment.shard, segment.targets
+        if shard is not None:
+            hidden, targets = shard.real(hidden, 0), shard.own(targets)
         with self.meter.ledger("logits"):
             chosen, entropy = token_logprobs(
-                self.policy.head,
-                hidden.detach(),
-                segment.targets.to(self.policy.device),
-                temperature=self.temperature,
+                self.policy.head, hidden.detach(), targets.to(self.policy.device), temperature=self.temperature
             )
+        if shard is not None:
+            chosen, entropy = shard.gather(torch.stack([chosen, entropy]), 1, "log-probs").unbind()
         bad = (~torch.isfinite(chosen)).nonzero()
         if bad.numel():
             raise NonFiniteError(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from workbench.architectures import ChunkContext, ChunkOutput
+from workbench.comm import Comm, all_ranks, digest, every_rank, require_agreement, shard_of
 from workbench.errors import InvalidInputError, NonFiniteError
 from workbench.inputs import (
     check_end_ids,
@@ -55,6 +57,8 @@ def sample_responses(
     _check_sampling(policy, state, num_responses, max_new_tokens, temperature, top_p)
     state.require_current(policy.state_key, policy.state_version, allow_stale=allow_stale, purpose="sample_responses")
     ends = () if eos_token_ids is None else check_end_ids(policy, eos_token_ids) or policy.eos_token_ids()
+    arguments = digest(num_responses, max_new_tokens, temperature, top_p, ends, seed)
+    require_agreement(state.comm, arguments, "sample_responses' arguments", policy.device)
     end_ids = torch.tensor(ends, dtype=torch.int64, device=policy.device)
     generator = torch.Generator(device=policy.device)
     generator.seed() if seed is None else generator.manual_seed(seed)
@@ -66,8 +70,13 @@ def sample_responses(
     lengths = torch.full((num_responses,), max_new_tokens, dtype=torch.int64, device=policy.device)
     with policy.active(decoding=True), torch.no_grad():
         for step in progress(range(max_new_tokens), "sample", unit="token"):
-            logits = decoder.logits() if step == 0 else decoder.logits(ids[-1])
-            chosen, chosen_logprobs = _sample(logits, temperature, top_p, generator)
+            hidden = decoder.advance() if step == 0 else decoder.advance(ids[-1])
+            chosen, chosen_logprobs = _on_first_rank(
+                state.comm,
+                num_responses,
+                policy,
+                partial(_draw, decoder, hidden, temperature, top_p, generator),
+            )
             ids.append(chosen)
             logprobs.append(chosen_logprobs)
             ending = torch.isin(chosen, end_ids) & ~finished
@@ -115,6 +124,32 @@ def _sample(logits: Tensor, temperature: float, top_p: float, generator: torch.G
     return chosen[:, 0], logprobs.gather(-1, chosen)[:, 0]
 
 
+def _draw(
+    decoder: _GroupDecoder, hidden: Tensor, temperature: float, top_p: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    return _sample(decoder.logits(hidden), temperature, top_p, generator)
+
+
+def _on_first_rank(
+    comm: Comm | None, group: int, policy: Policy, draw: Callable[[], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Over ranks, rank 0 has the token's hidden state: it draws, and all get the ids [G] and log-probs [G]."""
+    if comm is None:
+        return draw()
+    ids = torch.empty(0, dtype=torch.int64, device=policy.device)
+    logprobs = torch.empty(0, dtype=accumulation_dtype(policy.dtype), device=policy.device)
+    error: NonFiniteError | None = None
+    if comm.rank == 0:
+        try:
+            ids, logprobs = draw()
+        except NonFiniteError as found:  # the others wait for the ids: tell them first
+            error = found
+    if not every_rank(comm, error is None, policy.device, tag="sampling")[0]:
+        raise error or NonFiniteError("sampling: rank 0 found logits that are not finite")
+    counts = [group if rank == 0 else 0 for rank in range(comm.size)]
+    return comm.all_gather(ids, counts, "sampling")[0], comm.all_gather(logprobs, counts, "sampling")[0]
+
+
 @dataclass
 class _OwnRows:
     """Row buffers of the responses, [G, heads, max_new_tokens, width] by layer and name, filled from the left."""
@@ -139,24 +174,31 @@ class _GroupDecoder:
         self._carry: Carry = state.carry_at(state.positions)
         self._source = row_source(state.placement, policy.device)
 
-    def logits(self, ids: Tensor | None = None) -> Tensor:
-        """Next-token logits [G, V]; ids [G] are the members' last tokens, None: the last prompt token."""
+    def advance(self, ids: Tensor | None = None) -> Tensor:
+        """Final hidden states [G or 1, hidden] of one more token; ids [G] are the members' last tokens, None: the last
+        prompt token. Over ranks, rank 0 has the token and the others run it as a ghost."""
         # the last prompt token is the same for all members: it runs once
         batch = self._state.prompt_ids[-1:][None].to(self._policy.device) if ids is None else ids[:, None]
         pages = [*self._state.pages, self._rows.page()] if self._rows.filled else self._state.pages
         position = self._state.positions + self._rows.filled
-        context = ChunkContext(position, pages, self._carry, source=self._source)
+        shard = shard_of(self._state.comm, position, position + 1, turn=position)
+        context = ChunkContext(position, pages, self._carry, source=self._source, shard=shard)
         with self._policy.at_boundary() if ids is None else nullcontext():
-            return self._checked_logits(batch, context, position)
+            return self._checked(batch, context, position)
 
-    def _checked_logits(self, batch: Tensor, context: ChunkContext, position: int) -> Tensor:
+    def _checked(self, batch: Tensor, context: ChunkContext, position: int) -> Tensor:
         output = self._policy.adapter.forward_chunk(batch, context)
-        if not torch.isfinite(output.hidden).all():
+        if not all_ranks(context.shard, bool(torch.isfinite(output.hidden).all()), self._policy.device):
             self._policy.adapter.forward_chunk(batch, context, locate=f"sampling, position {position}")
             raise NonFiniteError(f"sampling, position {position}: NaN or infinity in the final norm")
         self._append(output)
-        logits = self._policy.head(output.hidden[:, -1])
+        return output.hidden[:, -1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [G, V]."""
+        logits = self._policy.head(hidden)
         if torch.isnan(logits).any():
+            position = self._state.positions + self._rows.filled - 1
             raise NonFiniteError(f"sampling, position {position}: the language-model head gives NaN")
         return logits.expand(self._group, -1)
 
@@ -166,9 +208,9 @@ class _GroupDecoder:
         for buffers, layer in zip(self._rows.layers, _in_order(output), strict=True):
             for name, new in layer.rows.items():
                 if name not in buffers:
-                    shape = (self._group, new.shape[1], self._max, new.shape[3])
-                    buffers[name] = new.new_zeros(shape)
-                buffers[name][:, :, at : at + 1] = new
+                    shape = (self._group, new.shape[1], self._max * new.shape[2], new.shape[3])
+                    buffers[name] = new.new_zeros(shape)  # over ranks, of no rows where another rank keeps them
+                buffers[name][:, :, at : at + new.shape[2]] = new
         self._rows.filled = at + 1
         self._carry = tuple(
             {name: t.expand(self._group, *t.shape[1:]) for name, t in layer.carry.items()}

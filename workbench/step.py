@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from workbench.advantages import Rewards, group_advantages, zero_variance_members
+from workbench.comm import Mesh, digest, every_rank, require_agreement
 from workbench.config import ObjectiveConfig
 from workbench.errors import InvalidInputError, NonFiniteError
-from workbench.inputs import Ids, check_positive, check_prompt, check_resident_state, check_responses
+from workbench.inputs import Ids, check_positive, check_prompt, check_ranks, check_resident_state, check_responses
 from workbench.memory import MemoryMeter
 from workbench.objective import StepDenominators, TokenSums
 from workbench.policy import Policy
 from workbench.prompt_gradient import check_scope, plan_walk, scope_to_walk
+from workbench.replicas import require_same_weights
 from workbench.state.placement import check_placement
 from workbench.state.resident import ResidentState
 from workbench.types import GradientScope, Response, Tally
@@ -66,6 +68,7 @@ class Step:
     num_blocks: int = 0
     census: GraphCensus = field(default_factory=GraphCensus)
     tally: Tally = field(default_factory=Tally)
+    reduction: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def checked_step(
@@ -181,15 +184,21 @@ def check_options(
     state: ResidentState | None,
     optimizer: torch.optim.Optimizer | None,
     objective: ObjectiveConfig,
-    comm: None,
+    comm: Mesh | None,
 ) -> None:
     check_scope(scope)
     scope_to_walk(policy, scope)
     check_placement(placement)
     check_positive("chunk_tokens", chunk_tokens)
     check_positive("block_tokens", block_tokens)
-    if comm is not None:
-        raise InvalidInputError("comm: updates over several ranks are not implemented; leave comm=None")
+    ranks = check_ranks(policy, comm)
+    if state is not None and isinstance(state, ResidentState) and state.comm is not ranks:
+        raise InvalidInputError("the given state is spread over other ranks than comm; capture it with the same comm")
+    if comm is not None and comm.data.size > 1 and objective.advantage_scale == "batch":
+        raise InvalidInputError(
+            "advantage_scale='batch' over data-parallel ranks would scale by this rank's group only; compute the "
+            "advantages over all groups and give them"
+        )
     if state is not None:
         check_resident_state(state)
     if state is not None and chunk_tokens not in (CHUNK_TOKENS, state.chunk_tokens):
@@ -256,6 +265,23 @@ def check_state(
     plan_walk(scope_to_walk(policy, scope), state)
 
 
+def agree_on_step(policy: Policy, step: Step, comm: Mesh, *options: object, sum_denominators: bool) -> None:
+    """Before any work: all ranks mean the same step, with the same weights.
+
+    sum_denominators: the step is the data ranks' groups together; False where the caller gave the whole step's.
+    """
+    require_same_weights(policy, comm)
+    what = "update_step's options"
+    require_agreement(comm.world, digest(*options, step.objective), what, policy.device)
+    own = digest(step.prompt, step.responses, step.advantages, step.kept, step.old_logprobs or ())
+    require_agreement(comm.context, own, "the prompt, responses, rewards or old log-probs", policy.device)
+    if not sum_denominators:
+        return
+    lengths = step.denominators.num_members, step.denominators.total_tokens
+    sums = [sum(every_rank(comm.data, length, policy.device, tag="denominators")) for length in lengths]
+    step.denominators = StepDenominators(*sums)
+
+
 # ---------------------------------------------------------------- measuring and undoing
 
 
@@ -264,11 +290,14 @@ class StageClock:
     """Seconds and peak bytes by stage."""
 
     meter: MemoryMeter
+    on_stage: Callable[[str], None] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
+        if self.on_stage is not None:
+            self.on_stage(name)
         try:
             with self.meter.stage(name):
                 yield

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from workbench.budget import Schedule, fit_schedule
 from workbench.capture import capture_prompt
+from workbench.comm import Mesh, Traffic, digest, every_rank, require_agreement
 from workbench.config import ObjectiveConfig
-from workbench.errors import InvalidInputError, NonFiniteError
+from workbench.errors import InvalidInputError
 from workbench.inputs import Ids, entry_point
 from workbench.memory import MemoryMeter
 from workbench.objective import StepDenominators, aggregate_metrics, loss_and_coefficients
@@ -22,6 +23,7 @@ from workbench.progress import progress
 from workbench.prompt_gradient import add_carry_gradients, needs_boundaries, plan_walk, scope_to_walk, walk_prompt
 from workbench.quantization import quantization_notes
 from workbench.replay import BLOCK_TOKENS, replay_response, score_responses
+from workbench.replicas import global_norm, reduce_gradients, require_same_parameters
 from workbench.state.pages import GradientPages, total_nbytes
 from workbench.state.placement import HOST
 from workbench.state.resident import ResidentState
@@ -30,11 +32,12 @@ from workbench.step import (
     GradientsOrNothing,
     StageClock,
     Step,
+    agree_on_step,
     check_options,
     check_state,
     checked_step,
 )
-from workbench.types import GradientScope, Response, StepReport, accumulation_dtype
+from workbench.types import GradientScope, Response, StepReport
 from workbench.walk import CarryGradient
 from workbench.walk_checkpoint import WalkCheckpoint, WalkKeeper, open_walk, step_identity
 
@@ -62,7 +65,7 @@ def update_step(
     old_logprobs: Sequence[Tensor] | None = None,
     denominators: StepDenominators | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    comm: None = None,
+    comm: Mesh | None = None,
     allow_stale: bool = False,
     measure_memory: bool | MemoryMeter = True,
 ) -> StepReport:
@@ -86,6 +89,10 @@ def update_step(
     walk_checkpoint: a folder, or WalkCheckpoint(folder, every_chunks): the prompt walk is saved between chunks, and the
         same call goes on from there after an interruption (walk_checkpoint.py).
     measure_memory: False for no measurement; or a MemoryMeter of the caller's own, not yet entered.
+    comm: the mesh of ranks (workbench.parallel.open_mesh). Ranks of its context axis share this prompt's tokens and
+        must be given the same arguments; ranks of its data axis may bring other prompts, which the step's denominators
+        and gradients then cover too. Every rank gets the same loss and gradient norm, bitwise the same gradients, and
+        calls its own optimizer; seconds, memory and metrics of members are its own.
     optimizer: called once, then gradients are set to None. Without it gradients stay in `.grad`; a second call adds.
 
     Departures from the LongStraw paper: the prompt's gradient is kept unless a cheaper scope is named; log-probs and
@@ -102,18 +109,24 @@ def update_step(
     check_state(policy, step, state, gradient_scope, chunk_tokens, allow_stale)
     walked_scope = scope_to_walk(policy, gradient_scope)
     schedule = Schedule(chunk_tokens, block_tokens, checkpoint_layers, placement)
+    if comm is not None and comm.context.size > 1 and (memory_budget is not None or walk_checkpoint is not None):
+        raise InvalidInputError("memory_budget and walk_checkpoint work on one process only; leave them out with comm")
     if memory_budget is not None:
         schedule = _fitted(policy, step, schedule, memory_budget, walked_scope, optimizer, state)
     keeper = _walk_keeper(policy, step, schedule, walk_checkpoint, walked_scope, state)
+    sent_before = Traffic() if comm is None else comm.traffic()
+    if comm is not None:
+        agree_on_step(policy, step, comm, gradient_scope, schedule, sum_denominators=denominators is None)
 
     own_meter = isinstance(measure_memory, MemoryMeter)
-    clock = StageClock(measure_memory if own_meter else MemoryMeter(policy.device, enabled=measure_memory))
+    meter = measure_memory if own_meter else MemoryMeter(policy.device, enabled=measure_memory)
+    clock = StageClock(meter, None if comm is None else comm.on_stage)
     with clock.meter as meter, GradientsOrNothing(policy) as gradients_or_nothing:
         meter.adopt("weights", policy.model.parameters())
         # 2. Reference log-probs, from the reference's own capture, freed before the policy's begins
         if objective.beta > 0.0 and not keeper.resumes:
             with clock.stage("reference"):
-                step.ref_logprobs = _reference_logprobs(policy, step, state, schedule, meter)
+                step.ref_logprobs = _reference_logprobs(policy, step, state, schedule, meter, comm)
         # 3. Capture the prompt without a graph
         captured = state is None
         if state is None:
@@ -124,6 +137,7 @@ def update_step(
                     chunk_tokens=schedule.chunk_tokens,
                     keep_boundaries=needs_boundaries(walked_scope),
                     placement=schedule.placement,
+                    comm=comm,
                     meter=meter,
                     tally=step.tally,
                 )
@@ -168,11 +182,15 @@ def update_step(
                 on_graph=step.census.register,
             )
         del state, carry_gradient  # a state captured here is freed before the optimizer allocates its own
-        # 6. Finalize: all gradients finite, clip, one optimizer call
+        # 6. Finalize: sum over ranks, all gradients finite, clip, one optimizer call
+        if comm is not None:
+            with clock.stage("reduction"):
+                _reduce(policy, step, comm)
         with clock.stage("optimizer"), meter.ledger("optimizer"):
-            grad_norm = _finalize(policy, gradients_or_nothing, optimizer, objective)
+            grad_norm = _finalize(policy, gradients_or_nothing, optimizer, objective, comm)
     keeper.discard()
-    return _report(policy, step, gradient_scope, schedule, clock, grad_norm, keeper.walked, num_chunks, pages)
+    report = _report(policy, step, gradient_scope, schedule, clock, grad_norm, keeper.walked, num_chunks, pages)
+    return report if comm is None else _with_ranks(report, step, comm, sent_before)
 
 
 # ---------------------------------------------------------------- stages
@@ -224,13 +242,18 @@ def _walk_keeper(
 
 
 def _reference_logprobs(
-    policy: Policy, step: Step, state: ResidentState | None, schedule: Schedule, meter: MemoryMeter
+    policy: Policy,
+    step: Step,
+    state: ResidentState | None,
+    schedule: Schedule,
+    meter: MemoryMeter,
+    comm: Mesh | None,
 ) -> list[Tensor]:
     reference = policy.reference
     assert reference is not None
     if state is None or reference.state_key is not policy.state_key:  # else both continue the base model's prompt
         state = capture_prompt(
-            reference, step.prompt, chunk_tokens=schedule.chunk_tokens, keep_boundaries=False, meter=meter
+            reference, step.prompt, chunk_tokens=schedule.chunk_tokens, keep_boundaries=False, comm=comm, meter=meter
         )
     return score_responses(
         reference, state, step.responses, temperature=step.objective.temperature, block_tokens=schedule.block_tokens
@@ -290,39 +313,65 @@ def _finalize(
     gradients: GradientsOrNothing,
     optimizer: torch.optim.Optimizer | None,
     objective: ObjectiveConfig,
+    comm: Mesh | None,
 ) -> float:
     """Check and merge gradients, clip, call the optimizer; returns the norm of this step's own gradient."""
-    norm = gradient_norm(policy)
+    norm = gradient_norm(policy, comm)
     gradients.merge()
     if optimizer is not None:
-        apply_gradients(policy, optimizer, max_grad_norm=objective.max_grad_norm)
+        apply_gradients(policy, optimizer, max_grad_norm=objective.max_grad_norm, comm=comm)
     return norm
 
 
-def gradient_norm(policy: Policy) -> float:
+def gradient_norm(policy: Policy, comm: Mesh | None = None) -> float:
     """L2 norm of the gradients of all trainable parameters; NonFiniteError names the first that is not finite."""
-    named = [(name, p.grad) for name, p in policy.trainable_parameters() if p.grad is not None]
-    norms = [torch.linalg.vector_norm(gradient, dtype=accumulation_dtype(gradient.dtype)) for _, gradient in named]
-    for (name, _), norm in zip(named, norms, strict=True):
-        if not torch.isfinite(norm):
-            raise NonFiniteError(
-                f"the gradient of {name} is not finite; gradients were left as before the step and no update was made"
-            )
-    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+    return global_norm(policy.trainable_parameters(), comm)
 
 
-def apply_gradients(policy: Policy, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> None:
-    """Clip the accumulated gradients, call the optimizer once, drop them. Without any gradient nothing changes."""
-    parameters = [p for _, p in policy.trainable_parameters()]
+def _reduce(policy: Policy, step: Step, comm: Mesh) -> None:
+    """Gradients and loss summed over ranks, and compared: what a rank reports is what every rank has."""
+    named = policy.trainable_parameters()
+    step.reduction = reduce_gradients(named, comm)
+    step.loss = sum(every_rank(comm.data, step.loss, policy.device, tag="loss"))
+    require_same_parameters(named, comm, "gradients", gradients=True)
+    require_agreement(comm.world, digest(step.loss), "the loss", policy.device)
+
+
+def _with_ranks(report: StepReport, step: Step, comm: Mesh, before: Traffic) -> StepReport:
+    """What ranks did together: the audit of the reduction, and what this rank sent, by purpose."""
+    by_purpose = comm.traffic().since(before)
+    counters = {
+        **report.counters,
+        "ranks": comm.world.size,
+        "communication_calls": sum(entry["calls"] for entry in by_purpose.values()),
+        "communication_bytes": sum(entry["bytes"] for entry in by_purpose.values()),
+        "communication": by_purpose,
+        "gradient_reduction": step.reduction,
+    }
+    return replace(report, counters=counters, level=3 if comm.world.size > 1 else 1)
+
+
+def apply_gradients(
+    policy: Policy, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None, comm: Mesh | None = None
+) -> None:
+    """Clip the accumulated gradients, call the optimizer once, drop them. Without any gradient nothing changes.
+
+    comm: the ranks that hold the same weights, which must still be bitwise the same afterwards.
+    """
+    named = policy.trainable_parameters()
     if max_grad_norm is not None:
-        torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
-    changes = any(p.grad is not None for p in parameters)
+        total = torch.tensor(global_norm(named, comm), device=policy.device)
+        torch.nn.utils.clip_grads_with_norm_([p for _, p in named], max_grad_norm, total)
+    changes = any(p.grad is not None for _, p in named)
     version = policy.weight_version
     optimizer.step()
     if changes and policy.weight_version == version:  # it wrote through `.data`, which shows nowhere
         policy.note_weight_change(trainable_only=True)
-    for parameter in parameters:  # also those that this optimizer does not hold
+    for _, parameter in named:  # also those that this optimizer does not hold
         parameter.grad = None
+    if comm is not None:
+        require_same_parameters(named, comm, "weights after the update")
+        comm.verified[policy] = policy.weight_version
 
 
 def _report(

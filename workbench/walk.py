@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from workbench.architectures import Adapter, ChunkContext, ChunkOutput, ChunkRun
-from workbench.capture import forward_checked
+from workbench.capture import forward_checked, own_ids
+from workbench.comm import Comm, Shard, every_rank, shard_of
 from workbench.errors import NonDeterministicError
 from workbench.memory import MemoryMeter
 from workbench.ops.logprobs import backward_logprobs
@@ -32,8 +33,9 @@ from workbench.state.placement import ON_DEVICE, RowSource
 from workbench.state.resident import Carry, Choices
 from workbench.types import Tally
 
-CarryGradient = tuple[dict[str, Tensor], ...]
-RowGradients = Mapping[int, Mapping[str, Tensor]]
+# None stands for zeros: another rank has a gradient there
+CarryGradient = tuple[dict[str, Tensor | None], ...]
+RowGradients = Mapping[int, Mapping[str, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Segment:
 
     ids: [T]; start: position of the first; pages: all earlier pages; carry: before the first token; place: for errors.
     expected: what an earlier pass over the same tokens selected. tally: gets "choices_verified".
+    comm: the ranks that share its tokens; pages and carry are then this rank's.
     """
 
     ids: Tensor
@@ -53,9 +56,18 @@ class Segment:
     source: RowSource = ON_DEVICE
     expected: Choices | None = None
     tally: Tally = field(default_factory=Tally)
+    comm: Comm | None = None
+
+    @property
+    def shard(self) -> Shard | None:
+        return shard_of(self.comm, self.start, self.start + self.ids.numel())
+
+    def own_ids(self) -> Tensor:
+        """The ids that this process runs."""
+        return own_ids(self.ids, self.shard)
 
     def verify(self, found: Choices, expected: Choices) -> None:
-        self.tally["choices_verified"] += require_same_choices(found, expected, self.place)
+        self.tally["choices_verified"] += require_same_choices(found, expected, self.place, self.comm)
 
 
 class LiveSegment(Protocol):
@@ -63,6 +75,9 @@ class LiveSegment(Protocol):
 
     @property
     def output(self) -> ChunkOutput: ...
+
+    @property
+    def state_names(self) -> Sequence[tuple[int, str, str]]: ...
 
     def backward(
         self, hidden_gradient: Tensor | None, row_gradients: RowGradients, carry_gradient: CarryGradient | None
@@ -103,20 +118,26 @@ def walk_segment(
     Returns the gradient of the carry before the segment, or None when nothing reaches it.
     """
     hidden_gradient = None
+    shard = segment.shard
     if coefficients is not None and segment.targets is not None:
+        hidden, targets = live.output.hidden[0].detach(), segment.targets
+        if shard is not None:
+            hidden, targets, coefficients = shard.real(hidden, 0), shard.own(targets), shard.own(coefficients)
         with meter.ledger("logits"):
             hidden_gradient = backward_logprobs(
-                policy.head,
-                live.output.hidden[0].detach(),
-                segment.targets.to(policy.device),
-                coefficients,
-                temperature=temperature,
+                policy.head, hidden, targets.to(policy.device), coefficients, temperature=temperature
             )[None]
-    rows: dict[int, dict[str, Tensor]] = {}
+            if shard is not None:
+                hidden_gradient = shard.with_ghost(hidden_gradient, 1)
+    rows: dict[int, dict[str, Tensor | None]] = {}
     for (layer, name), gradient in gradients.take(segment.start).items():
         rows.setdefault(layer, {})[name] = gradient if scale == 1.0 else gradient.mul_(scale)
     if carry_gradient is not None and scale != 1.0:
-        carry_gradient = tuple({name: g * scale for name, g in layer.items()} for layer in carry_gradient)
+        carry_gradient = tuple(
+            {name: None if g is None else g * scale for name, g in layer.items()} for layer in carry_gradient
+        )
+    if shard is not None:  # every rank must walk the same graph
+        rows, carry_gradient = _wanted_anywhere(shard.comm, live.state_names, rows, carry_gradient, policy.device)
     if hidden_gradient is None and not rows and carry_gradient is None:
         return None
     before = live.backward(hidden_gradient, rows, carry_gradient)
@@ -132,13 +153,16 @@ class _WholeGraph:
     def __init__(self, policy: Policy, segment: Segment, gradients: GradientPages) -> None:
         self._adapter, self._segment = policy.adapter, segment
         self._carry = _leaves(segment.carry)
-        context = ChunkContext(segment.start, segment.pages, self._carry, gradients, source=segment.source)
-        self._ids = segment.ids.to(policy.device)[None]
+        context = ChunkContext(
+            segment.start, segment.pages, self._carry, gradients, source=segment.source, shard=segment.shard
+        )
+        self._ids = segment.own_ids().to(policy.device)[None]
         self._embedded = _embedded_leaf(self._adapter, self._ids)
         with torch.enable_grad():
             self.output = forward_checked(
                 policy, self._ids, context, segment.place, embedded=self._embedded, need_hidden=_needs_hidden(segment)
             )
+        self.state_names = _state_names(self.output)
 
     def backward(
         self, hidden_gradient: Tensor | None, row_gradients: RowGradients, carry_gradient: CarryGradient | None
@@ -157,10 +181,16 @@ class _LayerByLayer:
 
     def __init__(self, policy: Policy, segment: Segment, gradients: GradientPages) -> None:
         self._adapter, self._segment = policy.adapter, segment
-        self._ids = segment.ids.to(policy.device)[None]
+        self._ids = segment.own_ids().to(policy.device)[None]
         self._embedded = _embedded_leaf(self._adapter, self._ids)
         self._context = ChunkContext(
-            segment.start, segment.pages, segment.carry, gradients, keep_attention=True, source=segment.source
+            segment.start,
+            segment.pages,
+            segment.carry,
+            gradients,
+            keep_attention=True,
+            source=segment.source,
+            shard=segment.shard,
         )
         self._inputs: list[Tensor] = []
         with torch.no_grad():
@@ -173,13 +203,14 @@ class _LayerByLayer:
                 need_hidden=_needs_hidden(segment),
                 layer_inputs=self._inputs,
             )
+        self.state_names = _state_names(self.output)
         self._run: ChunkRun = self.output.run
         self._run.layers.clear()  # each layer's rows and carry are made again with its graph
 
     def backward(
         self, hidden_gradient: Tensor | None, row_gradients: RowGradients, carry_gradient: CarryGradient | None
     ) -> CarryGradient | None:
-        before: list[dict[str, Tensor]] = [{} for _ in range(self._adapter.num_layers)]
+        before: list[dict[str, Tensor | None]] = [{} for _ in range(self._adapter.num_layers)]
         gradient = self._through_final_norm(hidden_gradient)
         for index in reversed(range(self._adapter.num_layers)):
             if gradient is None and not row_gradients.get(index) and not (carry_gradient and carry_gradient[index]):
@@ -202,7 +233,7 @@ class _LayerByLayer:
 
     def _through_layer(
         self, index: int, gradient: Tensor | None, row_gradients: RowGradients, carry_gradient: CarryGradient | None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
         """Rebuild one layer's graph and walk it: gradients of the layer's input and of its carry."""
         leaf = self._inputs.pop()
         if index > 0 or self._embedded.requires_grad:
@@ -223,14 +254,19 @@ class _LayerByLayer:
 # ---------------------------------------------------------------- pieces
 
 
-def require_same_choices(found: Choices, expected: Choices, place: str) -> int:
+def require_same_choices(found: Choices, expected: Choices, place: str, comm: Comm | None = None) -> int:
     """Every key or expert choice of a recomputed pass must be the earlier pass's; returns how many were compared."""
-    for (layer, kind), hashed in found.items():
-        if int(hashed) != int(expected[layer, kind]):
-            raise NonDeterministicError(
-                f"{place}: layer {layer} selects other {kind} than in the pass it repeats, so its gradient would "
-                "belong to another computation; run with torch.use_deterministic_algorithms(True) and unchanged weights"
-            )
+    changed = [at for at, hashed in found.items() if int(hashed) != int(expected[at])]
+    if found and comm is not None:
+        device = next(iter(found.values())).device
+        elsewhere = max(every_rank(comm, bool(changed), device, tag="choices"))
+        if elsewhere and not changed:
+            raise NonDeterministicError(f"{place}: another rank selects other keys or experts than in the earlier pass")
+    for layer, kind in changed:
+        raise NonDeterministicError(
+            f"{place}: layer {layer} selects other {kind} than in the pass it repeats, so its gradient would "
+            "belong to another computation; run with torch.use_deterministic_algorithms(True) and unchanged weights"
+        )
     return len(found)
 
 
@@ -268,10 +304,46 @@ def _state_roots(
     roots = []
     for name, gradient in row_gradients.get(index, {}).items():
         rows = layer.rows[name]
+        if gradient is None:
+            gradient = torch.zeros_like(rows)
         roots.append((rows[..., rows.shape[-2] - gradient.shape[-2] :, :], gradient))
     for name, gradient in (carry_gradient[index] if carry_gradient is not None else {}).items():
-        roots.append((layer.carry[name], gradient))
+        roots.append((layer.carry[name], torch.zeros_like(layer.carry[name]) if gradient is None else gradient))
     return roots
+
+
+def _state_names(output: ChunkOutput) -> list[tuple[int, str, str]]:
+    """(layer, "rows" or "carry", name) of everything that a segment leaves behind."""
+    return [
+        (index, kind, name)
+        for index, layer in sorted(output.layers.items())
+        for kind, tensors in (("rows", layer.rows), ("carry", layer.carry))
+        for name in tensors
+    ]
+
+
+def _wanted_anywhere(
+    comm: Comm,
+    names: Sequence[tuple[int, str, str]],
+    rows: RowGradients,
+    carry: CarryGradient | None,
+    device: torch.device,
+) -> tuple[dict[int, dict[str, Tensor | None]], CarryGradient | None]:
+    """The same with zeros (None) for what only other ranks have a gradient of: their walks meet in collectives."""
+
+    def found(index: int, kind: str, name: str) -> Tensor | None:
+        layer = rows.get(index, {}) if kind == "rows" else carry[index] if carry is not None else {}
+        return layer.get(name)
+
+    own = torch.tensor([found(*at) is not None for at in names], dtype=torch.uint8, device=device)
+    anywhere = torch.stack(comm.all_gather(own, [len(names)] * comm.size, "walk")).amax(dim=0).tolist()
+    wanted = [at for at, flag in zip(names, anywhere, strict=True) if flag]
+    new_rows: dict[int, dict[str, Tensor | None]] = {}
+    new_carry: list[dict[str, Tensor | None]] = [{} for _ in range(1 + max(index for index, _, _ in names))]
+    for index, kind, name in wanted:
+        target = new_rows.setdefault(index, {}) if kind == "rows" else new_carry[index]
+        target[name] = found(index, kind, name)
+    return new_rows, tuple(new_carry) if any(new_carry) else None
 
 
 def _run_backward(roots: list[tuple[Tensor, Tensor]]) -> bool:

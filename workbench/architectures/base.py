@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.architectures.config_check import check_config
+from workbench.comm import Shard, all_ranks
 from workbench.errors import NonFiniteError
 from workbench.ops.attention import AttentionMemo, AttentionPage
 from workbench.ops.logprobs import Head, is_plain
@@ -36,6 +37,7 @@ class ChunkContext:
     gradients: where gradients of earlier rows go; None when no gradient is taken.
     keep_attention: keep each attention layer's output and statistics, to be used when a layer is run again.
     source: where rows come from when they do not live on the computing device.
+    shard: this rank's part of the chunk, where ranks share it; then ids, rows and carry are this rank's.
     """
 
     start: int
@@ -44,6 +46,12 @@ class ChunkContext:
     gradients: GradientPages | None = None
     keep_attention: bool = False
     source: RowSource = ON_DEVICE
+    shard: Shard | None = None
+
+    @property
+    def first(self) -> int:
+        """Position of the first token that this process runs."""
+        return self.start if self.shard is None else self.shard.first
 
     def rows(self, page: Page, layer: int) -> NamedTensors:
         """The rows of one layer of a page, on the computing device."""
@@ -68,6 +76,14 @@ class LayerView:
     @property
     def carry(self) -> NamedTensors:
         return self.context.carry[self.index]
+
+    @property
+    def shard(self) -> Shard | None:
+        return self.context.shard
+
+    def real_rows(self, rows: Tensor) -> Tensor:
+        """Rows [batch, heads, tokens, width] that are to be kept: those of this rank's tokens, without a ghost."""
+        return rows if self.shard is None else self.shard.real(rows, 2)
 
     def attention_pages(self, key_name: str, value_name: str) -> list[AttentionPage]:
         """Pages as attention sees them; equal names mean that one tensor serves as key and value."""
@@ -201,14 +217,14 @@ class Adapter:
         layer_inputs: list[Tensor] | None = None,
         locate: str | None = None,
     ) -> ChunkOutput:
-        """Run ids [batch, tokens] at positions context.start .. through all layers.
+        """Run ids [batch, tokens] at positions context.first .. through all layers.
 
         embedded: the embedded ids, when the caller has them. need_hidden=False: the last layer stops as soon as its
         rows and carry are there. layer_inputs: receives every layer's input, then the final norm's.
         locate: when given, every layer's output is checked and NonFiniteError names the first bad layer, with this
         text as the place (used to explain a failure after the fact: the check costs a synchronisation per layer).
         """
-        positions = torch.arange(context.start, context.start + ids.shape[1], device=ids.device)[None]
+        positions = torch.arange(context.first, context.first + ids.shape[1], device=ids.device)[None]
         hidden = self.embed(ids) if embedded is None else embedded
         run = ChunkRun(context, self.rotary(hidden, positions))
         for index in range(self.num_layers):
@@ -216,7 +232,7 @@ class Adapter:
                 layer_inputs.append(hidden)
             out = self.run_layer(index, hidden, run, state_only=not need_hidden and index == self.num_layers - 1)
             if locate is not None:
-                self._require_finite(index, run.layers[index], out, locate)
+                self._require_finite(index, run.layers[index], out, locate, context.shard)
             if out is None:
                 return ChunkOutput(hidden, run.layers, run)
             hidden = out
@@ -224,9 +240,12 @@ class Adapter:
             layer_inputs.append(hidden)
         return ChunkOutput(self.final_norm(hidden), run.layers, run)
 
-    def _require_finite(self, index: int, state: LayerState, out: Tensor | None, place: str) -> None:
+    def _require_finite(
+        self, index: int, state: LayerState, out: Tensor | None, place: str, shard: Shard | None
+    ) -> None:
         tensors = [*state.rows.values(), *state.carry.values(), *([] if out is None else [out])]
-        if not all(bool(torch.isfinite(t).all()) for t in tensors):
+        finite = all(bool(torch.isfinite(t).all()) for t in tensors)
+        if not all_ranks(shard, finite, self.base.norm.weight.device):
             raise NonFiniteError(
                 f"{place}: NaN or infinity first appears in the output of layer {index} "
                 f"({type(self.base.layers[index]).__name__}); check that layer's weights and the numeric dtype"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 
 from torch import Tensor
@@ -12,7 +12,9 @@ from torch import Tensor
 from workbench.architectures.base import Adapter, ChunkRun, replaced
 from workbench.architectures.config_check import DECODER_FIELDS
 from workbench.architectures.stock_attention import ATTENTION_NAME, run_stock_layer
+from workbench.comm import Shard
 from workbench.ops.gated_delta import chunk_gated_delta_rule
+from workbench.ops.sharded_gated_delta import over_ranks
 
 
 class GatedDeltaAdapter(Adapter):
@@ -52,15 +54,28 @@ class GatedDeltaAdapter(Adapter):
     required = {"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)}
 
     def run_layer(self, index: int, hidden: Tensor, run: ChunkRun, *, state_only: bool = False) -> Tensor | None:
-        return run_stock_layer(
-            self.base.layers[index],
-            index,
-            hidden,
-            run,
-            state_only=state_only,
-            attends=self.config.layer_types[index] == "full_attention",
-            position_embeddings=run.rotary,
-        )
+        attends = self.config.layer_types[index] == "full_attention"
+        with nullcontext() if attends or run.context.shard is None else self._rules_over_ranks(run.context.shard):
+            return run_stock_layer(
+                self.base.layers[index],
+                index,
+                hidden,
+                run,
+                state_only=state_only,
+                attends=attends,
+                position_embeddings=run.rotary,
+            )
+
+    @contextmanager
+    def _rules_over_ranks(self, shard: Shard) -> Iterator[None]:
+        """The stock module chooses a rule by its own tokens; over ranks the choice is made by all ranks' tokens."""
+        modeling = sys.modules[type(self.base).__module__]
+        rule = over_ranks(shard, modeling.torch_chunk_gated_delta_rule, modeling.torch_recurrent_gated_delta_rule)
+        with (
+            replaced(modeling, "torch_chunk_gated_delta_rule", rule),
+            replaced(modeling, "torch_recurrent_gated_delta_rule", rule),
+        ):
+            yield
 
     @contextmanager
     def kernels(self, *, decoding: bool) -> Iterator[None]:

@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 from workbench.architectures.base import Adapter, ChunkRun, LayerView, noted_routing
 from workbench.architectures.config_check import DECODER_FIELDS
+from workbench.comm import Shard
 from workbench.errors import UnsupportedModelError
 from workbench.ops.attention import paged_attention
 from workbench.ops.selected_attention import selected_attention
 from workbench.ops.selection import stream_topk
+from workbench.ops.sharded_attention import sharded_paged_attention, sharded_selected_attention
+from workbench.ops.sharded_selection import sharded_topk
 from workbench.state.pages import LayerState
 from workbench.types import accumulation_dtype
 
@@ -98,11 +101,12 @@ class LatentSparseAdapter(Adapter):
         query_rope, key_rope = _modeling(attn).apply_rotary_pos_emb_interleave(query_rope, key_rope, *run.rotary)
         rows = torch.cat([attn.kv_a_layernorm(latent), key_rope], dim=-1)
 
-        new = {"latents": rows}
+        new = {"latents": view.real_rows(rows)}
         if attn.indexer is not None and view.index not in run.shared:  # a second pass keeps the first one's selection
-            new["index_keys"], selection = self._select(
+            index_keys, selection = self._select(
                 attn.indexer, hidden, query_latent, run.rotary, view, keys_only=state_only
             )
+            new["index_keys"] = view.real_rows(index_keys)
             run.shared[view.index] = selection
             if selection is not None:
                 run.note_choice(view.index, "keys", selection)
@@ -113,21 +117,7 @@ class LatentSparseAdapter(Adapter):
         key_up, value_up = _up_projections(attn)
         absorbed = torch.cat([torch.einsum("bhtn,chn->bhtc", query_plain, key_up), query_rope], dim=-1)
         selection = run.shared[max(full for full in run.shared if full <= view.index)]
-        if selection is None:  # every visible key is selected
-            pages = view.attention_pages("latents", "latents")
-            out = paged_attention(
-                absorbed, rows, rows, pages=pages, start=view.start, scaling=attn.scaling, memo=view.memo
-            )
-        else:
-            out = selected_attention(
-                absorbed,
-                rows[:, 0],
-                pages=view.row_pages("latents"),
-                start=view.start,
-                selection=selection,
-                scaling=attn.scaling,
-                memo=view.memo,
-            )
+        out = _attend(absorbed, rows, view, selection, attn.scaling)
         out = torch.einsum("bhtc,chv->bthv", out[..., :rank], value_up)
         return attn.o_proj(out.flatten(2))
 
@@ -150,7 +140,8 @@ class LatentSparseAdapter(Adapter):
         """
         batch, tokens, _ = hidden.shape
         rope, width = indexer.qk_rope_head_dim, indexer.head_dim
-        dense = view.start + tokens <= indexer.index_topk
+        stop = view.start + tokens if view.shard is None else view.shard.stop
+        dense = stop <= indexer.index_topk
         query = indexer.wq_b(query_latent).view(batch, tokens, indexer.n_heads, width)
         key = indexer.k_norm(indexer.wk(hidden))[:, :, None]
         rotate = _index_rotation(indexer)
@@ -163,6 +154,11 @@ class LatentSparseAdapter(Adapter):
         dtype = accumulation_dtype(hidden.dtype)
         weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).to(dtype)
         weights = weights * indexer.n_heads**-0.5
+        if view.shard is not None:
+            scale = indexer.softmax_scale
+            return index_keys, _select_over_ranks(
+                query, index_keys, weights, scale, view, view.shard, indexer.index_topk
+            )
 
         def scored_pages() -> Iterator[tuple[int, Tensor, Tensor | None]]:
             for start, keys in view.rows("index_keys"):
@@ -171,6 +167,44 @@ class LatentSparseAdapter(Adapter):
             yield view.start, _index_scores(query, index_keys, weights, indexer.softmax_scale), causal
 
         return index_keys, stream_topk(scored_pages(), indexer.index_topk)
+
+
+def _attend(query: Tensor, rows: Tensor, view: LayerView, selection: Tensor | None, scaling: float) -> Tensor:
+    """Attention of absorbed queries over latents, which are key and value; without a selection over every visible one.
+
+    Over ranks, the selection is that of all ranks' tokens.
+    """
+    shard, memo = view.shard, view.memo
+    if selection is None:
+        pages = view.attention_pages("latents", "latents")
+        if shard is None:
+            return paged_attention(query, rows, rows, pages=pages, start=view.start, scaling=scaling, memo=memo)
+        return sharded_paged_attention(query, rows, rows, shard=shard, pages=pages, scaling=scaling, memo=memo)
+    own, row_pages = rows[:, 0], view.row_pages("latents")
+    chosen: dict[str, Any] = {"pages": row_pages, "selection": selection, "scaling": scaling, "memo": memo}
+    if shard is None:
+        return selected_attention(query, own, start=view.start, **chosen)
+    return sharded_selected_attention(query, own, shard=shard, **chosen)
+
+
+def _select_over_ranks(
+    query: Tensor, index_keys: Tensor, weights: Tensor, scale: float, view: LayerView, shard: Shard, topk: int
+) -> Tensor:
+    """The selection [batch, T, top-k] of all ranks' tokens, from index keys that stay where they are."""
+    everyone = shard.gather(shard.real(query, 1), 1, "index queries")
+    all_weights = shard.gather(shard.real(weights, 1), 1, "index queries")
+
+    def scored_parts() -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        for start, keys in view.rows("index_keys"):
+            if keys.shape[-2]:
+                yield start, _index_scores(everyone, keys, all_weights, scale), None
+        if shard.count:
+            own = shard.real(index_keys, 2)
+            rows = torch.arange(shard.start, shard.stop, device=own.device)[:, None]
+            causal = torch.arange(shard.first, shard.last, device=own.device) <= rows
+            yield shard.first, _index_scores(everyone, own, all_weights, scale), causal
+
+    return sharded_topk(scored_parts(), topk, shard, like=all_weights[..., 0])
 
 
 def _index_scores(query: Tensor, keys: Tensor, weights: Tensor, scale: float) -> Tensor:

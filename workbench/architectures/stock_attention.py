@@ -18,6 +18,8 @@ from transformers import AttentionInterface
 from workbench.architectures.base import ChunkRun, LayerView, noted_routing
 from workbench.errors import UnsupportedModelError
 from workbench.ops.attention import paged_attention
+from workbench.ops.exchange import gather_rows
+from workbench.ops.sharded_attention import sharded_paged_attention
 from workbench.state.pages import LayerState
 
 ATTENTION_NAME = "longstraw_paged"
@@ -44,16 +46,12 @@ def paged_attention_forward(
             f"{type(module).__name__} asks attention for {sorted(unknown) or 'a mask or dropout'}, which paged "
             "attention does not reproduce"
         )
-    out = paged_attention(
-        query,
-        key,
-        value,
-        pages=layer_view.attention_pages("keys", "values"),
-        start=layer_view.start,
-        scaling=scaling,
-        window=sliding_window,
-        memo=layer_view.memo,
-    )
+    pages, shard, memo = layer_view.attention_pages("keys", "values"), layer_view.shard, layer_view.memo
+    options: dict[str, Any] = {"pages": pages, "scaling": scaling, "window": sliding_window, "memo": memo}
+    if shard is None:
+        out = paged_attention(query, key, value, start=layer_view.start, **options)
+    else:
+        out = sharded_paged_attention(query, key, value, shard=shard, **options)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -80,7 +78,7 @@ class ChunkCache:
         return LayerState(self._rows, self._carry)
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self._rows = {"keys": keys, "values": values}
+        self._rows = {"keys": self._view.real_rows(keys), "values": self._view.real_rows(values)}
         if self._state_only:
             raise StateComplete
         return keys, values
@@ -99,6 +97,8 @@ class ChunkCache:
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **kwargs: Any
     ) -> Tensor:
         """Inputs [batch, channels, tail + tokens] of the causal convolution; keeps the last kernel - 1 columns."""
+        if self._view.shard is not None:
+            return self._conv_over_ranks(conv_states, conv_kernel_size - 1)
         tail = self.get_conv_state(layer_idx)
         full = conv_states if tail is None else torch.cat([tail, conv_states], dim=-1)
         missing = max(0, conv_kernel_size - 1 - full.shape[-1])  # zeros, as the convolution itself pads
@@ -107,6 +107,29 @@ class ChunkCache:
         # without a graph a view would keep the whole input alive until the chunk ends, in every layer
         self._carry["conv"] = tail_out if torch.is_grad_enabled() else tail_out.clone()
         return full
+
+    def _conv_over_ranks(self, own: Tensor, width: int) -> Tensor:
+        """The last `width` columns before this rank's tokens, from whichever ranks hold them, then its own.
+
+        Rank 0 keeps the tail [batch, channels, width] that the next chunk begins with, the others keep none of it: so
+        its gradient exists once.
+        """
+        shard = self._view.shard
+        assert shard is not None
+        tail = self.get_conv_state(0)
+        if tail is None:
+            tail = own.new_zeros(*own.shape[:2], width if shard.comm.rank == 0 else 0)
+        ends = [min(width, count) for count in shard.counts]
+        last = shard.real(own, -1)[..., shard.count - ends[shard.comm.rank] :]
+        sent = torch.cat([tail.expand(own.shape[0], -1, -1), last], dim=-1)
+        counts = [end + width * (rank == 0) for rank, end in enumerate(ends)]
+        columns = gather_rows(shard.comm, sent.movedim(-1, 0), counts, tag="convolution tails").movedim(0, -1)
+        before = sum(counts[: shard.comm.rank]) + width * (shard.comm.rank == 0)
+        kept = columns[..., columns.shape[-1] - width :]
+        self._carry["conv"] = kept if shard.comm.rank == 0 else kept[..., :0]
+        if not torch.is_grad_enabled():
+            self._carry["conv"] = self._carry["conv"].clone()
+        return torch.cat([columns[..., before - width : before], own], dim=-1)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any

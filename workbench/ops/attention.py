@@ -181,6 +181,14 @@ def _plan_parts(
         else _masked_part(None, query, start, start, tokens, window, own_selection)
     )
     yield own
+    yield from page_parts(query, pages, start, window, selection)
+
+
+def page_parts(
+    query: Tensor, pages: Sequence[AttentionPage], start: int, window: int | None, selection: Tensor | None = None
+) -> Iterator[_Part]:
+    """One part for each page that some query of a chunk at `start` can see."""
+    tokens = query.shape[2]
     offset = 0
     for page in pages:
         rows = page.key.shape[2]

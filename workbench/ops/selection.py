@@ -26,6 +26,20 @@ def stream_topk(parts: Iterable[tuple[int, Tensor, Tensor | None]], k: int) -> T
         no tensor of the size of the prefix exists.
     Fewer than k visible keys: the rest is UNSELECTED.
     """
+    best_scores, best_positions = stream_best(parts, k)
+    if best_scores is None or best_positions is None:
+        raise InvalidInputError("stream_topk needs at least one part")
+    chosen = best_positions.masked_fill(best_scores == -math.inf, UNSELECTED)
+    missing = k - chosen.shape[-1]
+    return torch.nn.functional.pad(chosen, (0, missing), value=UNSELECTED) if missing > 0 else chosen
+
+
+@torch.no_grad()
+def stream_best(parts: Iterable[tuple[int, Tensor, Tensor | None]], k: int) -> tuple[Tensor | None, Tensor | None]:
+    """Scores and positions, each [..., at most k], of the best keys in the strict order; None without any part.
+
+    A key that is not visible has score -inf.
+    """
     best_scores: Tensor | None = None
     best_positions: Tensor | None = None
     for start, scores, visible in parts:
@@ -40,11 +54,7 @@ def stream_topk(parts: Iterable[tuple[int, Tensor, Tensor | None]], k: int) -> T
             positions = torch.cat([best_positions, positions], dim=-1)
         order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k]
         best_scores, best_positions = scores.gather(-1, order), positions.gather(-1, order)
-    if best_scores is None or best_positions is None:
-        raise InvalidInputError("stream_topk needs at least one part")
-    chosen = best_positions.masked_fill(best_scores == -math.inf, UNSELECTED)
-    missing = k - chosen.shape[-1]
-    return torch.nn.functional.pad(chosen, (0, missing), value=UNSELECTED) if missing > 0 else chosen
+    return best_scores, best_positions
 
 
 @torch.no_grad()

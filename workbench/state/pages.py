@@ -36,17 +36,18 @@ class Page:
     """The rows of one chunk or block, positions start .. stop - 1, by layer.
 
     A layer with a sliding window keeps only the last rows that a later token can see, so the rows of a layer end at
-    `stop` but may begin after `start`.
+    `stop` but may begin after `start`. Where the chunk's tokens are spread over ranks, they end at `last`.
     """
 
     start: int
     stop: int
     layers: tuple[NamedTensors, ...]
+    last: int | None = None
 
     def rows_start(self, layer: int) -> int:
         """Position of the first kept row of `layer`."""
         rows = next(iter(self.layers[layer].values()), None)
-        return self.stop - (0 if rows is None else rows.shape[-2])
+        return (self.stop if self.last is None else self.last) - (0 if rows is None else rows.shape[-2])
 
     def tensors(self) -> Iterator[Tensor]:
         for rows in self.layers:
@@ -123,6 +124,8 @@ def exact_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def last_rows(rows: NamedTensors, count: int) -> dict[str, Tensor]:
+    """The last `count` rows (none if it is negative)."""
+    count = max(0, count)
     return {name: t[..., max(0, t.shape[-2] - count) :, :] for name, t in rows.items()}
 
 

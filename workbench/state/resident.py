@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from workbench.comm import Comm
 from workbench.errors import InvalidInputError, StaleStateError
 from workbench.state.pages import NamedTensors, Page, total_nbytes
 
@@ -24,6 +25,7 @@ class ResidentState:
     prompt_ids: [P] int64, on the CPU.
     placement: "device" or "host". choices: what each chunk selected, so that a recompute can be held against it.
     boundaries: carries at the start of every chunk are kept as well (needed to walk back through the prompt).
+    comm: the ranks that share it; then pages, carries, nbytes, inventory and checksum are of this rank's part.
 
     Tensors are shared with every replay and must not be written to; `checksum()` shows whether anyone did.
     """
@@ -40,6 +42,7 @@ class ResidentState:
         boundaries: bool,
         placement: str = "device",
         choices: tuple[Choices, ...] = (),
+        comm: Comm | None = None,
     ) -> None:
         self._policy_key = policy_key
         self._weight_version = weight_version
@@ -50,6 +53,7 @@ class ResidentState:
         self._boundaries = boundaries
         self._placement = placement
         self._choices = choices
+        self._comm = comm
 
     @property
     def positions(self) -> int:
@@ -79,6 +83,11 @@ class ResidentState:
     def placement(self) -> str:
         """Where the rows live: "device" or "host"."""
         return self._placement
+
+    @property
+    def comm(self) -> Comm | None:
+        """The ranks that share this prompt's tokens, each with its own rows and heads; None: one process has all."""
+        return self._comm
 
     def choices_of(self, index: int) -> Choices:
         """What the layers of page `index` selected without a gradient, hashed: {(layer, kind): int64}."""
