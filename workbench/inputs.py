@@ -100,8 +100,8 @@ def check_ranks(policy: Policy, comm: object) -> Comm | None:
     ranks = None if comm is None or comm.context.size == 1 else comm.context
     if ranks is not None and policy.adapter_scope != "all":
         raise UnsupportedModelError(
-            f"adapter_scope={policy.adapter_scope!r} over ranks that share a prompt is not supported: the adapter's mask "
-            "does not know which tokens a rank owns; use adapter_scope='all', or data-parallel ranks only"
+            f"adapter_scope={policy.adapter_scope!r} over ranks that share a prompt: the adapter's mask "
+            "does not know which tokens a rank owns; use adapter_scope='all', or ranks for data only"
         )
     return ranks
 

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,23 @@ _KERNELSPEC = {"name": "python3", "display_name": "Python 3 (ipykernel)", "langu
 
 
 def run_notebook(
-    notebook: Path, parameters: Mapping[str, str] | None = None, *, runs: Path = Path("runs"), argv: Sequence[str] = ()
+    notebook: Path,
+    parameters: Mapping[str, str] | None = None,
+    *,
+    runs: Path = Path("runs"),
+    argv: Sequence[str] = (),
+    nproc: int | None = None,
 ) -> tuple[RunRecord, Path]:
     """Executes `notebook` in a new folder under `runs`; returns the record and the folder.
 
     parameters: values as text, as on a command line; each is read as its default in the notebook suggests.
+    nproc: how many ranks the notebook is to launch: its parameter `ranks`. A run that has not launched that many is
+        failed: a launcher that quietly starts one process is a known trap.
     A failing cell, a dead kernel or Ctrl-C do not raise: `record.status` and `record.error` tell.
     Raises InvalidInputError for a missing notebook or an unknown parameter, before anything starts.
     """
+    if nproc is not None:
+        parameters = _with_ranks(notebook, parameters or {}, nproc)
     values = resolve_parameters(notebook, parameters or {})
     started = datetime.now(UTC)
     folder = runs / f"{notebook.stem}-{started:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
@@ -77,6 +87,8 @@ def run_notebook(
     results = gather_results(folder)
     if status == "completed" and _END_RESULT not in results:
         status, error = "failed", "the kernel never reached the notebook's end, though no cell reported an error"
+    if status == "completed" and nproc is not None and nproc not in _launched(folder):
+        status, error = "failed", f"{nproc} ranks were asked for; launches that completed had {_launched(folder)}"
     own = {"total": time.monotonic() - clock}
     record = _finished(replace(record, status=status, error=error, seconds=own), results)
     record = _publish(notebook, executed, record)
@@ -85,6 +97,22 @@ def run_notebook(
     except OSError as error:  # a full disk: the caller still learns how the run ended
         record = replace(record, status="failed", error=f"{record.error or 'record not written'}; run.json: {error}")
     return record, folder
+
+
+def _with_ranks(notebook: Path, texts: Mapping[str, str], nproc: int) -> dict[str, str]:
+    if nproc < 1:
+        raise InvalidInputError(f"--nproc {nproc} must be >= 1")
+    if notebook.is_file() and "ranks" not in papermill.inspect_notebook(literal_path(notebook)):
+        raise InvalidInputError(f"--nproc: {notebook.name} has no parameter 'ranks', so it runs as one process")
+    if texts.get("ranks", str(nproc)) != str(nproc):
+        raise InvalidInputError(f"--nproc {nproc} and -p ranks {texts['ranks']} say different things; give one")
+    return {**texts, "ranks": str(nproc)}
+
+
+def _launched(folder: Path) -> list[int]:
+    """Sizes of the launches (workbench.launch) that completed in this run's folder."""
+    launches = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("ranks-*/launch.json")]
+    return [launch["ranks"] for launch in launches if launch["status"] == "completed"]
 
 
 # --- execution ---------------------------------------------------------------------------------------------------
@@ -235,13 +263,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="the same for a parameter of any type, its values between commas",
     )  # fmt: skip
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder for run folders (default: runs)")
+    parser.add_argument("--nproc", type=int, help="how many ranks the notebook launches (its parameter 'ranks')")
     options = parser.parse_args(arguments)
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
         combinations = expand_sweep(options.notebook, dict(options.parameter), dict(options.sweep))
+        run_one = partial(run_notebook, nproc=options.nproc)
         if len(combinations) == 1:
-            return _report(*run_notebook(options.notebook, combinations[0], runs=options.runs, argv=argv))
-        done, folder = run_sweep(run_notebook, options.notebook, combinations, runs=options.runs, argv=argv)
+            return _report(*run_one(options.notebook, combinations[0], runs=options.runs, argv=argv))
+        done, folder = run_sweep(run_one, options.notebook, combinations, runs=options.runs, argv=argv)
     except InvalidInputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
