@@ -134,9 +134,6 @@ def add_carry_gradients(total: CarryGradient | None, more: CarryGradient | None)
     if total is None or more is None:
         return total if more is None else more
     return tuple(
-        {name: _sum(a.get(name), b.get(name)) for name in {**a, **b}} for a, b in zip(total, more, strict=True)
+        {name: a[name] + b[name] if name in a and name in b else (a if name in a else b)[name] for name in {**a, **b}}
+        for a, b in zip(total, more, strict=True)
     )
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return a + b if a is not None and b is not None else b if a is None else a

@@ -33,9 +33,10 @@ from workbench.state.placement import ON_DEVICE, RowSource
 from workbench.state.resident import Carry, Choices
 from workbench.types import Tally
 
-# None stands for zeros: another rank has a gradient there
-CarryGradient = tuple[dict[str, Tensor | None], ...]
+CarryGradient = tuple[dict[str, Tensor], ...]
+# What a walk begins with; None stands for zeros, where only another rank has a gradient.
 RowGradients = Mapping[int, Mapping[str, Tensor | None]]
+CarryGradients = Sequence[Mapping[str, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class LiveSegment(Protocol):
     def state_names(self) -> Sequence[tuple[int, str, str]]: ...
 
     def backward(
-        self, hidden_gradient: Tensor | None, row_gradients: RowGradients, carry_gradient: CarryGradient | None
+        self, hidden_gradient: Tensor | None, row_gradients: RowGradients, carry_gradient: CarryGradients | None
     ) -> CarryGradient | None:
         """Consume the segment; returns the gradient of the carry it started from, None if nothing reaches it."""
         ...
@@ -130,17 +131,16 @@ def walk_segment(
             if shard is not None:
                 hidden_gradient = shard.with_ghost(hidden_gradient, 1)
     rows: dict[int, dict[str, Tensor | None]] = {}
+    carry: CarryGradients | None = carry_gradient
     for (layer, name), gradient in gradients.take(segment.start).items():
         rows.setdefault(layer, {})[name] = gradient if scale == 1.0 else gradient.mul_(scale)
     if carry_gradient is not None and scale != 1.0:
-        carry_gradient = tuple(
-            {name: None if g is None else g * scale for name, g in layer.items()} for layer in carry_gradient
-        )
+        carry = tuple({name: g * scale for name, g in layer.items()} for layer in carry_gradient)
     if shard is not None:  # every rank must walk the same graph
-        rows, carry_gradient = _wanted_anywhere(shard.comm, live.state_names, rows, carry_gradient, policy.device)
-    if hidden_gradient is None and not rows and carry_gradient is None:
+        rows, carry = _wanted_anywhere(shard.comm, live.state_names, rows, carry, policy.device)
+    if hidden_gradient is None and not rows and carry is None:
         return None
-    before = live.backward(hidden_gradient, rows, carry_gradient)
+    before = live.backward(hidden_gradient, rows, carry)
     return before if before is not None and any(before) else None
 
 
@@ -165,7 +165,7 @@ class _WholeGraph:
         self.state_names = _state_names(self.output)
 
     def backward(
-        self, hidden_gradient: Tensor | None, row_gradients: RowGradients, carry_gradient: CarryGradient | None
+        self, hidden_gradient: Tensor | None, row_gradients: RowGradients, carry_gradient: CarryGradients | None
     ) -> CarryGradient | None:
         roots = [] if hidden_gradient is None else [(self.output.hidden, hidden_gradient)]
         for index in range(self._adapter.num_layers):
@@ -208,9 +208,9 @@ class _LayerByLayer:
         self._run.layers.clear()  # each layer's rows and carry are made again with its graph
 
     def backward(
-        self, hidden_gradient: Tensor | None, row_gradients: RowGradients, carry_gradient: CarryGradient | None
+        self, hidden_gradient: Tensor | None, row_gradients: RowGradients, carry_gradient: CarryGradients | None
     ) -> CarryGradient | None:
-        before: list[dict[str, Tensor | None]] = [{} for _ in range(self._adapter.num_layers)]
+        before: list[dict[str, Tensor]] = [{} for _ in range(self._adapter.num_layers)]
         gradient = self._through_final_norm(hidden_gradient)
         for index in reversed(range(self._adapter.num_layers)):
             if gradient is None and not row_gradients.get(index) and not (carry_gradient and carry_gradient[index]):
@@ -232,8 +232,8 @@ class _LayerByLayer:
         return leaf.grad
 
     def _through_layer(
-        self, index: int, gradient: Tensor | None, row_gradients: RowGradients, carry_gradient: CarryGradient | None
-    ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+        self, index: int, gradient: Tensor | None, row_gradients: RowGradients, carry_gradient: CarryGradients | None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Rebuild one layer's graph and walk it: gradients of the layer's input and of its carry."""
         leaf = self._inputs.pop()
         if index > 0 or self._embedded.requires_grad:
@@ -297,7 +297,7 @@ def _embedding_backward(adapter: Adapter, ids: Tensor, embedded: Tensor) -> None
 
 
 def _state_roots(
-    output: ChunkOutput, index: int, row_gradients: RowGradients, carry_gradient: CarryGradient | None
+    output: ChunkOutput, index: int, row_gradients: RowGradients, carry_gradient: CarryGradients | None
 ) -> list[tuple[Tensor, Tensor]]:
     """(rows or carry of one layer, its gradient); rows that no later token sees have no gradient."""
     layer = output.layers[index]
@@ -326,9 +326,9 @@ def _wanted_anywhere(
     comm: Comm,
     names: Sequence[tuple[int, str, str]],
     rows: RowGradients,
-    carry: CarryGradient | None,
+    carry: CarryGradients | None,
     device: torch.device,
-) -> tuple[dict[int, dict[str, Tensor | None]], CarryGradient | None]:
+) -> tuple[dict[int, dict[str, Tensor | None]], CarryGradients | None]:
     """The same with zeros (None) for what only other ranks have a gradient of: their walks meet in collectives."""
 
     def found(index: int, kind: str, name: str) -> Tensor | None:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from workbench.comm import Shard
+from workbench.ops import attention_kernels as kernels
 from workbench.ops.attention import (
     AttentionMemo,
     AttentionPage,
@@ -105,6 +106,10 @@ class _ShardedPagedAttention(torch.autograd.Function):
         grad_query = query.new_zeros(*query.shape, dtype=dtype)
         grad_key, grad_value = (torch.zeros_like(x, dtype=dtype) for x in (key, value))
         for part in _owned_parts(query, shard, ctx.pages, ctx.window):
+            if part.page is not None and part.page.sink is None:  # nobody wants this page's dK and dV
+                rows = part.page.key, part.page.value
+                grad_query += kernels.query_gradient(grad_out, query, *rows, out, lse, part.mask, ctx.scaling)
+                continue
             dq, dk, dv = _part_backward(grad_out, query, key, value, out, lse, part, ctx.scaling)
             grad_query += dq
             if part.page is None:
