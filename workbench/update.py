@@ -118,9 +118,9 @@ def update_step(
     if comm is not None:
         agree_on_step(policy, step, comm, gradient_scope, schedule, sum_denominators=denominators is None)
 
-    own_meter = isinstance(measure_memory, MemoryMeter)
-    meter = measure_memory if own_meter else MemoryMeter(policy.device, enabled=measure_memory)
-    clock = StageClock(meter, None if comm is None else comm.on_stage)
+    if not isinstance(measure_memory, MemoryMeter):
+        measure_memory = MemoryMeter(policy.device, enabled=measure_memory)
+    clock = StageClock(measure_memory, None if comm is None else comm.on_stage)
     with clock.meter as meter, GradientsOrNothing(policy) as gradients_or_nothing:
         meter.adopt("weights", policy.model.parameters())
         # 2. Reference log-probs, from the reference's own capture, freed before the policy's begins
