@@ -97,7 +97,13 @@ def check_ranks(policy: Policy, comm: object) -> Comm | None:
         )
     if comm is not None and any(hasattr(p, "device_mesh") for p in policy.model.parameters()):
         raise UnsupportedModelError("weights sharded over ranks (FSDP, DTensor) are not supported; load them whole")
-    return None if comm is None or comm.context.size == 1 else comm.context
+    ranks = None if comm is None or comm.context.size == 1 else comm.context
+    if ranks is not None and policy.adapter_scope != "all":
+        raise UnsupportedModelError(
+            f"adapter_scope={policy.adapter_scope!r} over ranks that share a prompt: the adapter's mask "
+            "does not know which tokens a rank owns; use adapter_scope='all', or ranks for data only"
+        )
+    return ranks
 
 
 def check_seed(seed: object) -> None:

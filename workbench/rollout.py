@@ -184,9 +184,9 @@ class _GroupDecoder:
         shard = shard_of(self._state.comm, position, position + 1, turn=position)
         context = ChunkContext(position, pages, self._carry, source=self._source, shard=shard)
         with self._policy.at_boundary() if ids is None else nullcontext():
-            return self._checked_hidden(batch, context, position)
+            return self._checked(batch, context, position)
 
-    def _checked_hidden(self, batch: Tensor, context: ChunkContext, position: int) -> Tensor:
+    def _checked(self, batch: Tensor, context: ChunkContext, position: int) -> Tensor:
         output = self._policy.adapter.forward_chunk(batch, context)
         if not all_ranks(context.shard, bool(torch.isfinite(output.hidden).all()), self._policy.device):
             self._policy.adapter.forward_chunk(batch, context, locate=f"sampling, position {position}")

@@ -268,10 +268,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
         combinations = expand_sweep(options.notebook, dict(options.parameter), dict(options.sweep))
-        run = partial(run_notebook, nproc=options.nproc)
+        run_one = partial(run_notebook, nproc=options.nproc)
         if len(combinations) == 1:
-            return _report(*run(options.notebook, combinations[0], runs=options.runs, argv=argv))
-        done, folder = run_sweep(run, options.notebook, combinations, runs=options.runs, argv=argv)
+            return _report(*run_one(options.notebook, combinations[0], runs=options.runs, argv=argv))
+        done, folder = run_sweep(run_one, options.notebook, combinations, runs=options.runs, argv=argv)
     except InvalidInputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

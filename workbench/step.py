@@ -265,22 +265,18 @@ def check_state(
     plan_walk(scope_to_walk(policy, scope), state)
 
 
-def check_over_ranks(policy: Policy, comm: Mesh, **one_process_only: object) -> None:
-    """What works on one process only is refused by name."""
-    given = [name for name, value in one_process_only.items() if value is not None]
-    if policy.frozen_prompt:
-        given.append("an adapter that is off over the prompt (adapter_scope)")
-    if comm.world.size > 1 and given:
-        raise InvalidInputError(f"over ranks (comm) these are not supported: {', '.join(given)}; leave them out")
+def agree_on_step(policy: Policy, step: Step, comm: Mesh, *options: object, sum_denominators: bool) -> None:
+    """Before any work: all ranks mean the same step, with the same weights.
 
-
-def agree_on_step(policy: Policy, step: Step, comm: Mesh, *options: object) -> None:
-    """Before any work: all ranks mean the same step, with the same weights; the step's denominators are all groups'."""
+    sum_denominators: the step is the data ranks' groups together; False where the caller gave the whole step's.
+    """
     require_same_weights(policy, comm)
     what = "update_step's options"
     require_agreement(comm.world, digest(*options, step.objective), what, policy.device)
     own = digest(step.prompt, step.responses, step.advantages, step.kept, step.old_logprobs or ())
     require_agreement(comm.context, own, "the prompt, responses, rewards or old log-probs", policy.device)
+    if not sum_denominators:
+        return
     lengths = step.denominators.num_members, step.denominators.total_tokens
     sums = [sum(every_rank(comm.data, length, policy.device, tag="denominators")) for length in lengths]
     step.denominators = StepDenominators(*sums)

@@ -29,7 +29,6 @@ from workbench.inputs import entry_point
 from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.records import RunRecord, provenance
-from workbench.replicas import global_norm
 from workbench.rollout import sample_responses
 from workbench.train_batch import (
     Batch,
@@ -49,7 +48,7 @@ from workbench.train_output import Position, RunOutput
 from workbench.train_states import StateStore
 from workbench.train_trackers import Trackers
 from workbench.types import StepReport
-from workbench.update import apply_gradients, update_step
+from workbench.update import apply_gradients, gradient_norm, update_step
 
 
 @entry_point
@@ -215,7 +214,7 @@ class _Run:
                 reports.append(report)
                 ages.append(age)
         with self._timed("optimizer"):
-            norm = global_norm(self.policy.trainable_parameters(), None)
+            norm = gradient_norm(self.policy)
             apply_gradients(self.policy, self.optimizer, max_grad_norm=self.config.max_grad_norm)
             self.scheduler.step()
         notes = [*batch.notes, *dict.fromkeys(note for report in reports for note in report.metrics["notes"])]

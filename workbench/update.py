@@ -34,7 +34,6 @@ from workbench.step import (
     Step,
     agree_on_step,
     check_options,
-    check_over_ranks,
     check_state,
     checked_step,
 )
@@ -110,23 +109,19 @@ def update_step(
     check_state(policy, step, state, gradient_scope, chunk_tokens, allow_stale)
     walked_scope = scope_to_walk(policy, gradient_scope)
     schedule = Schedule(chunk_tokens, block_tokens, checkpoint_layers, placement)
-    if comm is not None:
-        one_process_only = {"memory_budget": memory_budget, "walk_checkpoint": walk_checkpoint}
-        check_over_ranks(policy, comm, denominators=denominators, **one_process_only)
+    if comm is not None and comm.context.size > 1 and (memory_budget is not None or walk_checkpoint is not None):
+        raise InvalidInputError("memory_budget and walk_checkpoint work on one process only; leave them out with comm")
     if memory_budget is not None:
         schedule = _fitted(policy, step, schedule, memory_budget, walked_scope, optimizer, state)
     keeper = _walk_keeper(policy, step, schedule, walk_checkpoint, walked_scope, state)
     sent_before = Traffic() if comm is None else comm.traffic()
     if comm is not None:
-        agree_on_step(policy, step, comm, gradient_scope, schedule)
+        agree_on_step(policy, step, comm, gradient_scope, schedule, sum_denominators=denominators is None)
 
-    meter = (
-        measure_memory
-        if isinstance(measure_memory, MemoryMeter)
-        else MemoryMeter(policy.device, enabled=measure_memory)
-    )
-    clock = StageClock(meter, None if comm is None else comm.on_stage)
-    with meter, GradientsOrNothing(policy) as gradients_or_nothing:
+    if not isinstance(measure_memory, MemoryMeter):
+        measure_memory = MemoryMeter(policy.device, enabled=measure_memory)
+    clock = StageClock(measure_memory, None if comm is None else comm.on_stage)
+    with clock.meter as meter, GradientsOrNothing(policy) as gradients_or_nothing:
         meter.adopt("weights", policy.model.parameters())
         # 2. Reference log-probs, from the reference's own capture, freed before the policy's begins
         if objective.beta > 0.0 and not keeper.resumes:
@@ -321,15 +316,16 @@ def _finalize(
     comm: Mesh | None,
 ) -> float:
     """Check and merge gradients, clip, call the optimizer; returns the norm of this step's own gradient."""
-    named = policy.trainable_parameters()
-    norm = global_norm(named, comm)
+    norm = gradient_norm(policy, comm)
     gradients.merge()
     if optimizer is not None:
         apply_gradients(policy, optimizer, max_grad_norm=objective.max_grad_norm, comm=comm)
-        if comm is not None:
-            require_same_parameters(named, comm, "weights after the update")
-            comm.verified[policy] = policy.weight_version
     return norm
+
+
+def gradient_norm(policy: Policy, comm: Mesh | None = None) -> float:
+    """L2 norm of the gradients of all trainable parameters; NonFiniteError names the first that is not finite."""
+    return global_norm(policy.trainable_parameters(), comm)
 
 
 def _reduce(policy: Policy, step: Step, comm: Mesh) -> None:
@@ -358,19 +354,24 @@ def _with_ranks(report: StepReport, step: Step, comm: Mesh, before: Traffic) -> 
 def apply_gradients(
     policy: Policy, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None, comm: Mesh | None = None
 ) -> None:
-    """Clip the accumulated gradients, call the optimizer once, drop them. Without any gradient nothing changes."""
+    """Clip the accumulated gradients, call the optimizer once, drop them. Without any gradient nothing changes.
+
+    comm: the ranks that hold the same weights, which must still be bitwise the same afterwards.
+    """
     named = policy.trainable_parameters()
-    parameters = [p for _, p in named]
     if max_grad_norm is not None:
         total = torch.tensor(global_norm(named, comm), device=policy.device)
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, total)
-    changes = any(p.grad is not None for p in parameters)
+        torch.nn.utils.clip_grads_with_norm_([p for _, p in named], max_grad_norm, total)
+    changes = any(p.grad is not None for _, p in named)
     version = policy.weight_version
     optimizer.step()
     if changes and policy.weight_version == version:  # it wrote through `.data`, which shows nowhere
         policy.note_weight_change(trainable_only=True)
-    for parameter in parameters:  # also those that this optimizer does not hold
+    for _, parameter in named:  # also those that this optimizer does not hold
         parameter.grad = None
+    if comm is not None:
+        require_same_parameters(named, comm, "weights after the update")
+        comm.verified[policy] = policy.weight_version
 
 
 def _report(
