@@ -170,7 +170,8 @@ def perform(run: Run, config: StudyConfig, folder: Path) -> None:
 
 def collect(config: StudyConfig, folder: Path, path: Path, runs: Sequence[Run]) -> Recording:
     """The curves of complete runs as one recording of kind "training"."""
-    rows, missing = [], []
+    rows: list[Mapping[str, Any]] = []
+    missing: list[str] = []
     for run in runs:
         if not _is_complete(folder, run):
             missing.append(run.name)
