@@ -68,9 +68,9 @@ class DriftParameters(BaseModel):
     frozen_adapter: Literal["response", "replay"] | None = None  # adapter scope of the prefix-frozen case, if any
     # the comparison of refresh rules
     refresh_learning_rate: PositiveFloat = 3e-3
-    refresh_steps: int = Field(default=16, ge=2)
+    refresh_steps: int = Field(default=48, ge=2)
     refresh_prompts: PositiveInt = 3
-    intervals: tuple[PositiveInt, ...] = (2, 3, 4, 6)
+    intervals: tuple[PositiveInt, ...] = (2, 3, 4, 6, 8, 12)
     max_logprob_drift: PositiveFloat = 0.01
 
     def objective(self) -> ObjectiveConfig:
