@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from workbench import InvalidInputError, training_study
+from workbench import InvalidInputError, load_policy, training_study
 from workbench.recordings import COLUMNS, Recording, load_recording
+from workbench.tasks import generate
+from workbench.tasks.haystack import read_haystack
 from workbench.train_config import TrainConfig
 from workbench.training_curves import TUNING_SEED, arm_results, curve_rows, result_rows, says, seed_band
 from workbench.training_figures import learning_figure, reward_figure
 from workbench.training_study import ARMS, Run, StudyConfig, main
 
 TOY: dict[str, Any] = {
-    "prompt_tokens": 200, "num_steps": 2, "tuning_steps": 2, "prompts_per_step": 2, "group_size": 2, "num_tasks": 4,
+    "prompt_tokens": 200, "num_needles": 4, "num_steps": 2, "tuning_steps": 2, "prompts_per_step": 2, "group_size": 2, "num_tasks": 4,
     "num_held_out": 2, "held_out_samples": 2, "eval_every": 1, "lora": 2, "chunk_tokens": 100,
 }  # fmt: skip
 
@@ -29,6 +32,9 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     }  # fmt: skip
     for name, value in changes.items():
         monkeypatch.setattr(training_study, name, value)
+    # Every run reads the same text with the same tokenizer: most of a toy run's time
+    read = cache(lambda source: read_haystack(source, load_policy("tiny-hybrid-half").tokenizer))
+    monkeypatch.setattr(generate, "read_haystack", lambda source, _: read(source))
     return tmp_path / "recordings"
 
 
@@ -114,8 +120,7 @@ def test_a_step_that_not_every_seed_reached_has_no_band() -> None:
 def test_what_is_not_recorded_is_said_and_not_drawn(tmp_path: Path) -> None:
     assert says(None, "training.json", "make") == "training.json: not recorded yet. make makes it."
     assert says(recording_of(INVENTED), "training.json", "make").endswith("not run: b")
-    for nothing in (None, recording_of([row(2, 0, 0.1)])):
-        figure = learning_figure(nothing)
+    for figure in (learning_figure(None), learning_figure(recording_of([row(2, 0, 0.1)])), reward_figure([])):
         assert len(figure.data) == 0
         assert figure.layout.annotations[0].text == "no run is recorded yet"
     assert list(curve_rows(tmp_path)) == []
@@ -127,6 +132,11 @@ def test_figures_name_their_origin() -> None:
     drawn = reward_figure(INVENTED[:3])
     assert [trace.name for trace in drawn.data] == ["measured: responses that it trained on", "measured: held out"]
     assert list(drawn.data[1].x) == [0, 2]
+
+
+def test_what_a_step_of_gemma_costs_is_the_only_length_to_choose(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="--num-steps belongs to gemma"):
+        main(["improve", "--num-steps", "1", "--folder", str(tmp_path)])
 
 
 def test_the_study_asks_train_for_what_its_arms_name() -> None:

@@ -30,8 +30,7 @@ def learning_figure(recording: Recording | None) -> go.Figure:
     """
     arms = arm_results(recording) if recording is not None else []
     if recording is None or not arms:
-        figure = go.Figure().add_annotation(text="no run is recorded yet", showarrow=False)
-        return _styled(figure).update_layout(height=160)
+        return _nothing_yet()
     answers = list(dict.fromkeys(arm.answer for arm in arms))
     titles = [text for answer in answers for text in (f"answers of a {answer}", "seconds per step")]
     figure = make_subplots(len(answers), 2, column_widths=[0.72, 0.28], subplot_titles=titles, vertical_spacing=0.16)
@@ -78,7 +77,12 @@ def _add_cost(figure: go.Figure, arm: ArmResult, origin: str, **place: int) -> N
 
 
 def reward_figure(rows: Sequence[Mapping[str, Any]], *, origin: str = "measured") -> go.Figure:
-    """One run: mean reward of the sampled responses at every step, and of held-out tasks where they were evaluated."""
+    """One run: mean reward of the sampled responses at every step, and of held-out tasks where they were evaluated.
+
+    Without rows: a figure that says so.
+    """
+    if not rows:
+        return _nothing_yet()
     figure = go.Figure()
     series = (("sampled", "reward_mean", "responses that it trained on"), ("held out", "held_out_reward", "held out"))
     for name, column, label in series:
@@ -92,6 +96,13 @@ def reward_figure(rows: Sequence[Mapping[str, Any]], *, origin: str = "measured"
     figure.update_xaxes(title="step")
     figure.update_yaxes(title="mean reward", rangemode="tozero")
     return _styled(figure)
+
+
+def _nothing_yet() -> go.Figure:
+    figure = go.Figure().add_annotation(text="no run is recorded yet", showarrow=False)
+    figure.update_xaxes(visible=False)
+    figure.update_yaxes(visible=False)
+    return _styled(figure).update_layout(height=120)
 
 
 def _faint(color: str) -> str:
