@@ -18,8 +18,9 @@ from workbench.training_figures import learning_figure, reward_figure
 from workbench.training_study import ARMS, Run, StudyConfig, main
 
 TOY: dict[str, Any] = {
-    "prompt_tokens": 200, "num_needles": 4, "num_steps": 2, "tuning_steps": 2, "prompts_per_step": 2, "group_size": 2, "num_tasks": 4,
-    "num_held_out": 2, "held_out_samples": 2, "eval_every": 1, "lora": 2, "chunk_tokens": 100,
+    "prompt_tokens": 200, "num_needles": 4, "num_steps": 2, "tuning_steps": 2, "prompts_per_step": 2,
+    "group_size": 2, "num_tasks": 4, "num_held_out": 2, "held_out_samples": 2, "eval_every": 1, "lora": 2,
+    "chunk_tokens": 100,
 }  # fmt: skip
 
 
