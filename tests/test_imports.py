@@ -13,14 +13,15 @@ ROOT = Path(__file__).resolve().parents[1]
 # Left to right, as docs/architecture.md draws it. `workbench` is the package's own
 # front door (`from workbench import update_step`), which only what stands to its right may use.
 LAYERS = (
-    "errors types config train_config",
+    "errors types config",
     "comm progress ops advantages objective memory planner records recordings rewards documents tasks",
     "state architectures parallel",
     "lora quantization adapter_files policy inputs model_sources loading",
     "replicas gradients capture walk replay prompt_gradient rollout step budget walk_checkpoint",
     "update",
     "drift refresh reuse",
-    "train_batch train_metrics evaluate train_states checkpoint train_output train_trackers train calibration",
+    "train_config train_batch train_metrics evaluate train_states checkpoint train_output train_trackers train "
+    "calibration",
     "validation",
     "workbench",
     "pictures publish figures tiny_models studies plan_study plan_figures architecture_study architecture_figures "
