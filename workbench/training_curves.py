@@ -88,7 +88,8 @@ def arm_results(recording: Recording) -> list[ArmResult]:
         if curves and seconds:
             before, after = ({seed: curve[at] for seed, curve in curves.items()} for at in (0, -1))
             kept = [row for row in chosen if row["seed"] in curves]
-            results.append(ArmResult(*key, before, after, median(seconds), kept))
+            answer, scope, learning_rate = key
+            results.append(ArmResult(answer, scope, learning_rate, before, after, median(seconds), kept))
     return results
 
 

@@ -33,14 +33,14 @@ def learning_figure(recording: Recording | None) -> go.Figure:
         return _nothing_yet()
     answers = list(dict.fromkeys(arm.answer for arm in arms))
     titles = [text for answer in answers for text in (f"answers of a {answer}", "seconds per step")]
-    figure = make_subplots(len(answers), 2, column_widths=[0.72, 0.28], subplot_titles=titles, vertical_spacing=0.16)
+    figure = make_subplots(len(answers), 2, column_widths=[0.72, 0.28], subplot_titles=titles, vertical_spacing=0.2)
     named: set[str] = set()
     for arm in arms:
         place = {"row": answers.index(arm.answer) + 1, "col": 1}
         _add_curve(figure, arm, recording.origin, shown=arm.scope not in named, **place)
         _add_cost(figure, arm, recording.origin, **place | {"col": 2})
         named.add(arm.scope)
-    figure.update_xaxes(title="step", col=1)
+    figure.update_xaxes(title={"text": "step", "standoff": 4}, col=1)
     figure.update_xaxes(showticklabels=False, col=2)
     figure.update_yaxes(title="held-out reward", rangemode="tozero", col=1)
     figure.update_yaxes(rangemode="tozero", col=2)
@@ -56,8 +56,8 @@ def _add_curve(figure: go.Figure, arm: ArmResult, origin: str, *, shown: bool, *
     steps = list(band)
     lowest, middle, highest = (list(values) for values in zip(*band.values(), strict=True))
     figure.add_scatter(
-        x=[*steps, *reversed(steps)], y=[*highest, *reversed(lowest)], fill="toself", fillcolor=_faint(color),
-        line={"width": 0}, hoverinfo="skip", showlegend=False, legendgroup=arm.scope, **place,
+        x=[*steps, *reversed(steps)], y=[*highest, *reversed(lowest)], mode="lines", fill="toself",
+        fillcolor=_faint(color), line={"width": 0}, hoverinfo="skip", showlegend=False, legendgroup=arm.scope, **place,
     )  # fmt: skip
     figure.add_scatter(
         x=steps, y=middle, name=f"{origin}: {arm.scope}, mean and range of {len(arm.before)} seeds",

@@ -101,7 +101,8 @@ IMPROVE = StudyConfig(
 )  # fmt: skip
 IMPROVE_LEARNING_RATE = 1e-4  # 2e-4 learns as fast, 1e-3 not at all: found on other training prompts
 IMPROVE_COMMAND = "python -m workbench.training_study improve"
-# A pretrained model that seldom repeats the fact asked for: the graded reward tells its responses apart.
+# A pretrained model that seldom repeats the fact word by word: the graded reward tells its responses apart. Measured on
+# one x86-64 core: 23 CPU seconds per prompt of a step (capture 3.6, sampling 5.8, update 13.7).
 GEMMA = StudyConfig(
     model="gemma3-270m", prompt_tokens=1024, num_steps=60, prompts_per_step=2, group_size=4, num_tasks=120,
     num_held_out=8, eval_every=10, lora=8, chunk_tokens=512, reward="answer_similarity", num_needles=4,

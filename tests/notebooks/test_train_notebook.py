@@ -45,7 +45,8 @@ def test_it_trains_and_its_run_goes_on_and_can_be_watched(tmp_path: Path, monkey
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     read = read_run(run)
     assert read.status == "completed"
-    assert read.metrics["reward_mean"] == ((0, 1), tuple(line["reward_mean"] for line in lines))
+    steps, rewards = read.metrics["reward_mean"]
+    assert (list(steps), list(rewards)) == ([0, 1], [line["reward_mean"] for line in lines])
     assert read.metrics["grad_norm"][1] == tuple(line["grad_norm"] for line in lines)
     assert {"loss", "entropy_mean", "tokens_per_second", "seconds.replay"} <= set(read.metrics)
     assert "completed" in widgets.RunMonitor(run).html()
