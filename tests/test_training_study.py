@@ -130,7 +130,7 @@ def test_what_is_not_recorded_is_said_and_not_drawn(tmp_path: Path) -> None:
 def test_figures_name_their_origin() -> None:
     names = [trace.name for trace in learning_figure(recording_of(INVENTED)).data if trace.name]
     assert names == ["measured: full, mean and range of 2 seeds", "measured: full"]
-    bands = [trace for trace in learning_figure(recording_of(INVENTED)).data if trace.fill == "toself"]
+    bands = learning_figure(recording_of(INVENTED)).select_traces({"type": "scatter", "fill": "toself"})
     assert [trace.mode for trace in bands] == ["lines"], "a band has no points of its own"
     drawn = reward_figure(INVENTED[:3])
     assert [trace.name for trace in drawn.data] == ["measured: responses that it trained on", "measured: held out"]
