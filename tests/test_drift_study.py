@@ -21,8 +21,8 @@ from workbench.recordings import COLUMNS, Recording, load_recording
 from workbench.study_problems import open_policy, open_problem, require_models
 
 SMALL: dict[str, Any] = {
-    "models": ("random:qwen3",), "learning_rates": (0.01,), "seeds": (0,), "prompt_tokens": 600, "group_size": 2,
-    "max_new_tokens": 3, "chunk_tokens": 200, "lora_rank": 2, "num_steps": 3, "refresh_steps": 4, "refresh_prompts": 1,
+    "models": ("random:qwen3",), "learning_rates": (0.01,), "seeds": (0,), "prompt_tokens": 600, "group_size": 6,
+    "max_new_tokens": 8, "chunk_tokens": 200, "lora_rank": 2, "num_steps": 3, "refresh_steps": 4, "refresh_prompts": 1,
     "intervals": (2,),
 }  # fmt: skip
 

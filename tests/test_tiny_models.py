@@ -58,7 +58,7 @@ def test_half_trained_models_have_room_to_improve(name: str):
     record = json.loads((bundled_model_path(name) / "training.json").read_text())
     sampled = {(found["answer_style"], found["num_needles"]): found for found in record["accuracies"] if found["group"]}
     for case in (("sentence", 8), ("token", 32)):
-        assert 0.2 <= sampled[case]["sampled"] <= 0.6
+        assert 0.15 <= sampled[case]["sampled"] <= 0.6
         assert sampled[case]["varied_groups"] >= 0.3
     policy = load_policy(name)
     (found,) = measure(

@@ -304,6 +304,8 @@ def test_where_states_are_held_does_not_matter(placement: str) -> None:
     options = {"updates_per_batch": 2, "checkpoint_layers": True}
     a = train(on_device, TASKS, letters, config=config_of(**options))
     b = train(other, TASKS, letters, config=config_of(state_placement=placement, **options))
+    decisions = [line.pop("state_decisions") for line in (*a.results["metrics"], *b.results["metrics"])]
+    assert ("no state is held" in str(decisions)) == (placement == "recapture")
     assert lines_of(a) == lines_of(b)
     assert same_weights(on_device, other)
 

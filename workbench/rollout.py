@@ -196,7 +196,9 @@ class _GroupDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [G, V]."""
-        logits = self._policy.head(hidden)
+        after_prompt = self._rows.filled == 1  # only the boundary token was run
+        with self._policy.at_boundary() if after_prompt else nullcontext():
+            logits = self._policy.head(hidden)
         if torch.isnan(logits).any():
             position = self._state.positions + self._rows.filled - 1
             raise NonFiniteError(f"sampling, position {position}: the language-model head gives NaN")

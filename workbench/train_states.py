@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from workbench.capture import capture_prompt
+from workbench.errors import InvalidInputError
 from workbench.policy import Policy
 from workbench.prompt_gradient import needs_boundaries, scope_to_walk
 from workbench.refresh import PromptReuse, RefreshPolicy
@@ -23,7 +24,14 @@ class StateStore:
 
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
         self._policy, self._config = policy, config
-        self._keep_boundaries = needs_boundaries(scope_to_walk(policy, config.gradient_scope))
+        walked = scope_to_walk(policy, config.gradient_scope)
+        self._keep_boundaries = needs_boundaries(walked)
+        if config.reuses_states and walked != "response_only":
+            raise InvalidInputError(
+                f"refresh={config.refresh!r} reuses states of older weights, through which gradient_scope="
+                f"{config.gradient_scope!r} would walk another model's prompt; use gradient_scope='response_only', "
+                "refresh=1, or an adapter_scope that leaves the prompt to the base model"
+            )
         self._held: dict[int, PromptReuse] = {}  # by task, least recently used first
 
     @property
@@ -50,7 +58,7 @@ class StateStore:
     def why(self, task: int) -> str:
         """The last decision about a task's state, in words."""
         decision = self._held[task].last_decision if self.holds else None
-        return "captured for this step" if decision is None else decision.reason
+        return "no state is held" if decision is None else decision.reason
 
     def forget(self, num_kept: int) -> None:
         """Let go of states that cannot serve again, then of all but the `num_kept` used last."""
