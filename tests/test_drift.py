@@ -86,7 +86,7 @@ def test_reused_and_fresh_are_those_of_transformers_with_its_own_cache(family: s
             fresh = oracle_rows(model, response)
             drift = (reused - fresh).gather(-1, response[:, None])[:, 0]
             assert drift.abs().mean() > 1e-3
-            # Measured: at most 3e-14 on x86-64 (float64 rounding through two forward passes).
+            # Measured: at most 7.1e-15 on x86-64; the bound leaves room for other kernels' order of summation.
             torch.testing.assert_close(report.logprob_drift[index], drift, rtol=0, atol=1e-11)
             kl = (reused.exp() * (reused - fresh)).sum(dim=-1)
             torch.testing.assert_close(report.kl_by_token[index], kl, rtol=0, atol=1e-11)
@@ -123,7 +123,7 @@ def test_loss_and_gradient_are_those_of_the_steps_themselves(given_old: bool) ->
     reused, right = gradients
     assert (report.loss_reused, report.loss_fresh) == tuple(losses)
     assert report.loss_drift_pct == pytest.approx(100 * abs(losses[0] - losses[1]) / abs(losses[1]))
-    # float64 sums in another order: measured 1e-14.
+    # float64 sums in another order.
     assert report.gradient_cosine == pytest.approx(float(reused @ right / (reused.norm() * right.norm())), rel=1e-10)
     assert report.gradient_norm_ratio == pytest.approx(float(reused.norm() / right.norm()), rel=1e-10)
     assert report.gradient_relative_l2 == pytest.approx(float((reused - right).norm() / right.norm()), rel=1e-10)

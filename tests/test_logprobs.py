@@ -253,5 +253,5 @@ def test_kl_of_excluded_ids_is_zero_and_no_tensor_of_rows_by_vocabulary_exists()
         kl = token_kl(case.head, case.hidden, case.hidden + 0.1, temperature=1.0)
     assert bool(torch.isfinite(kl).all())
     assert bool((kl > 0).all())
-    # A block's tensors: logits and log-softmax of either side, probabilities and terms; measured 5.3 blocks.
+    # A block's tensors: logits and log-softmax of either side, probabilities and terms.
     assert meter.report()["peak_bytes"] < 8 * ROWS_AT_ONCE * vocab * 4 < 2.1 * rows * vocab * 4

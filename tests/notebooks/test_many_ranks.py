@@ -82,7 +82,9 @@ def test_nproc_must_reach_something(
 
 def test_a_run_that_launches_fewer_ranks_has_failed(tmp_path: Path) -> None:
     """A notebook that takes `ranks` and launches nothing."""
-    node = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
+    node = nbformat.v4.new_notebook(
+        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    )
     node.cells = [nbformat.v4.new_code_cell("ranks = 2", metadata={"tags": ["parameters"]})]
     notebook = tmp_path / "quiet.ipynb"
     nbformat.write(node, notebook)
