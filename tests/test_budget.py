@@ -31,8 +31,8 @@ def smallest(policy: Policy, **options: Any) -> int:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_the_measured_peak_stays_below_every_budget(family: str) -> None:
-    """From the smallest upwards. The plan is an upper bound, so a budget is never used up; a larger budget never chooses
-    a slower schedule: the operations and segments of the plan fall."""
+    """From the smallest upwards. The plan is an upper bound, so a budget is never used up; a larger budget never
+    chooses a slower schedule: the operations and segments of the plan fall."""
     policy = tiny_policy(family)
     least = smallest(policy)
     chosen = []
