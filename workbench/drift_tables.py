@@ -84,6 +84,8 @@ def rule_table(recording: Recording) -> list[list[Any]]:
     table = []
     for model, rule in itertools.product(recording.values("model"), recording.values("rule")):
         rows = recording.select(model=model, rule=rule)
+        if not rows:  # models need not have been recorded with the same intervals
+            continue
         within = sum(row["mean_abs_logprob_drift"] <= row["max_logprob_drift"] for row in rows)
         captures = sum(row["refreshed"] for row in rows)
         probe = sum(row["probe_seconds"] for row in rows) / sum(row["capture_seconds"] for row in rows)

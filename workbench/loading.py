@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,9 @@ def _with_lora(model: nn.Module, lora: Any, seed: int, *, frozen_prompt: bool) -
     try:
         is_config = isinstance(lora, LoraConfig)
         config = lora if is_config else LoraConfig(task_type="CAUSAL_LM", **_lora_fields(model, lora, frozen_prompt))
-        with torch.random.fork_rng(devices=[]), untranslated_names():
+        with torch.random.fork_rng(devices=[]), untranslated_names(), warnings.catch_warnings():
+            # peft 0.21 asks transformers 5.24 by a name that is to go; nothing that a user of either could change
+            warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
             torch.manual_seed(seed)
             return get_peft_model(model, config)
     except (TypeError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,6 +16,12 @@ from workbench.architectures.stock_attention import ATTENTION_NAME, run_stock_la
 from workbench.comm import Shard
 from workbench.ops.gated_delta import chunk_gated_delta_rule
 from workbench.ops.sharded_gated_delta import over_ranks
+
+# The recurrence runs in this package's own kernel: that transformers' would be slow without flash-linear-attention is
+# of no concern here, and the hint would stand in every notebook.
+logging.getLogger("transformers.integrations.hub_kernels").addFilter(
+    lambda record: "falling back to its reference PyTorch implementation" not in record.getMessage()
+)
 
 
 class GatedDeltaAdapter(Adapter):
