@@ -11,6 +11,7 @@ from workbench import InvalidInputError, Response
 from workbench.drift_study import (
     DriftParameters,
     drift_rows,
+    exact_cases,
     record,
     recorded_or_measured,
     refresh_rows,
@@ -79,6 +80,18 @@ def test_runs_make_whole_rows(tmp_path: Any) -> None:
     assert [row["mean_abs_logprob_drift"] > 0 for row in refresh[1::2]] == [False, True, False, True]
     assert list(refresh_rules(parameters)) == ["drift", "interval 2"]
     assert {row["seed"] for row in refresh} == {1000}
+
+
+def test_exact_cases_are_exact() -> None:
+    """No staleness, no learning, or a prompt that no adapter touches: drift is 0 to the last bit; reuse has some."""
+    parameters = DriftParameters(**SMALL | {"frozen_adapter": "response"})
+    cases = {case: (ages, drift) for case, ages, drift in exact_cases("random:qwen3", parameters, 0.01)}
+    assert cases["captured at every step"] == ("0, 0, 0, 0, 0", 0.0)
+    assert cases["adapter off at the prompt (prefix-frozen)"] == ("0, 1, 2, 3, 4", 0.0)
+    assert cases["learning rate 0, never captured again"] == ("0, 1, 2, 3, 4", 0.0)
+    ages, drift = cases["captured every 4 steps"]
+    assert ages == "0, 1, 2, 3, 0"
+    assert drift > 1e-3
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
