@@ -338,9 +338,9 @@ def unsummed(world: World) -> dict[str, Any]:
 
 def forgetful_owner(world: World) -> dict[str, Any]:
     """An owner that drops what other ranks' queries want of its rows: the measured error shows that the check works."""
-    import workbench.ops.sharded_attention as module
+    from workbench.ops import attention, sharded_attention
 
-    real = module._part_backward
+    real, real_parts = attention._part_backward, sharded_attention._backward_parts
 
     def own_queries_only(grad_out: Tensor, *rest: Any) -> Any:
         dq, _, _ = real(grad_out, *rest)
@@ -353,7 +353,11 @@ def forgetful_owner(world: World) -> dict[str, Any]:
         _, dk, dv = real(mine, *rest)
         return dq, dk, dv
 
-    with mock.patch.object(module, "_part_backward", own_queries_only):
+    def forgetful_parts(*given: Any) -> Any:  # over ranks only: the one process it is compared with stays right
+        with mock.patch.object(attention, "_part_backward", own_queries_only):
+            return real_parts(*given)
+
+    with mock.patch.object(sharded_attention, "_backward_parts", forgetful_parts):
         return gradient(world, partial(policy_of, "qwen3"))
 
 

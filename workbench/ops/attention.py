@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -123,30 +124,47 @@ class _PagedAttention(torch.autograd.Function):
     def backward(ctx, grad_out):  # type: ignore[override]
         query, key, value, out, lse = ctx.saved_tensors
         grad_out = grad_out.contiguous()
-        grad_query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
-        grad_key = grad_value = None
         # masks are planned again rather than kept: they are as large as the scores
-        for part in _plan_parts(query, key, *ctx.plan):
-            if part.page is not None and part.page.sink is None:  # nobody wants this page's dK and dV
-                rows = part.page.key, part.page.value
-                grad_query += kernels.query_gradient(grad_out, query, *rows, out, lse, part.mask, ctx.scaling)
-                continue
-            dq, dk, dv = _part_backward(grad_out, query, key, value, out, lse, part, ctx.scaling)
-            grad_query += dq
-            if part.page is None:
-                grad_key, grad_value = dk, dv
-            elif part.page.sink is not None:
-                part.page.sink(dk, dv)
-        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None, None, None, None
+        parts = _plan_parts(query, key, *ctx.plan)
+        grad_query, *own = _backward_parts(parts, grad_out, query, key, value, out, lse, ctx.scaling)
+        return grad_query.to(query.dtype), *own, None, None, None, None, None, None
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, plan: Any, scaling: float) -> tuple[Tensor, Tensor]:
     """Merged output in query's dtype and log-sum-exp in the accumulation dtype."""
     partials = (_part_forward(query, key, value, part, scaling) for part in _plan_parts(query, key, *plan))
-    out, lse = next(partials)
-    for part_out, part_lse in partials:
-        out, lse = _merge(out, lse, part_out, part_lse)
+    out, lse = reduce(lambda merged, part: _merge(*merged, *part), partials)
     return out.to(query.dtype), lse
+
+
+def _backward_parts(
+    parts: Iterator[_Part],
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scaling: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dQ over all parts, in the accumulation dtype, and dK, dV of the own rows (None without such a part).
+
+    dK, dV of pages go to their sinks; a page without one takes no gradient, and only its share of dQ is computed.
+    """
+    grad_query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
+    grad_key = grad_value = None
+    for part in parts:
+        if part.page is not None and part.page.sink is None:
+            rows = part.page.key, part.page.value
+            grad_query += kernels.query_gradient(grad_out, query, *rows, out, lse, part.mask, scaling)
+            continue
+        dq, dk, dv = _part_backward(grad_out, query, key, value, out, lse, part, scaling)
+        grad_query += dq
+        if part.page is None:
+            grad_key, grad_value = dk, dv
+        elif part.page.sink is not None:
+            part.page.sink(dk, dv)
+    return grad_query, grad_key, grad_value
 
 
 @dataclass(frozen=True)

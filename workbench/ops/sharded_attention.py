@@ -20,20 +20,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from workbench.comm import Shard
-from workbench.ops import attention_kernels as kernels
 from workbench.ops.attention import (
     AttentionMemo,
     AttentionPage,
+    _backward_parts,
     _masked_part,
     _merge,
     _Part,
-    _part_backward,
     _part_forward,
     page_parts,
 )
@@ -102,20 +102,10 @@ class _ShardedPagedAttention(torch.autograd.Function):
         together = shard.gather(together, 2, "attention gradients")
         query, grad_out, out = (x.contiguous() for x in together.split(widths, dim=-1))
         lse = shard.gather(lse, 2, "attention gradients").contiguous()
-        dtype = accumulation_dtype(query.dtype)
-        grad_query = query.new_zeros(*query.shape, dtype=dtype)
-        grad_key, grad_value = (torch.zeros_like(x, dtype=dtype) for x in (key, value))
-        for part in _owned_parts(query, shard, ctx.pages, ctx.window):
-            if part.page is not None and part.page.sink is None:  # nobody wants this page's dK and dV
-                rows = part.page.key, part.page.value
-                grad_query += kernels.query_gradient(grad_out, query, *rows, out, lse, part.mask, ctx.scaling)
-                continue
-            dq, dk, dv = _part_backward(grad_out, query, key, value, out, lse, part, ctx.scaling)
-            grad_query += dq
-            if part.page is None:
-                grad_key, grad_value = dk, dv
-            elif part.page.sink is not None:
-                part.page.sink(dk, dv)
+        parts = _owned_parts(query, shard, ctx.pages, ctx.window)
+        grad_query, grad_key, grad_value = _backward_parts(parts, grad_out, query, key, value, out, lse, ctx.scaling)
+        if grad_key is None or grad_value is None:  # of no rows: this rank owns no token of the chunk
+            grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
         summed = _sum_in_order(shard.send_home(grad_query, 2, "attention query gradients"))
         return summed.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), *[None] * 5
 
@@ -135,10 +125,7 @@ def _merge_parts(partials: Iterator[tuple[Tensor, Tensor]], query: Tensor, width
         return query.new_zeros(*query.shape[:3], width, dtype=dtype), query.new_full(
             query.shape[:3], -math.inf, dtype=dtype
         )
-    out, lse = first
-    for part_out, part_lse in partials:
-        out, lse = _merge(out, lse, part_out, part_lse)
-    return out, lse
+    return reduce(lambda merged, part: _merge(*merged, *part), partials, first)
 
 
 def _merge_home(shard: Shard, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
