@@ -18,7 +18,7 @@ LAYERS = (
     "state architectures parallel",
     "lora quantization adapter_files policy inputs model_sources loading",
     "replicas gradients capture walk replay prompt_gradient rollout step budget walk_checkpoint",
-    "update",
+    "finalize update",
     "drift refresh reuse",
     "train_config train_batch train_metrics evaluate train_states checkpoint train_output train_trackers train "
     "calibration",

@@ -10,11 +10,11 @@ from workbench.capture import capture_prompt
 from workbench.inputs import check_positive, entry_point
 from workbench.policy import Policy
 from workbench.progress import progress
+from workbench.rewards import check_rewards
 from workbench.rollout import sample_responses
 from workbench.train_batch import (
     RewardFunctions,
     Task,
-    check_rewards,
     derived_seed,
     read_checked_tasks,
     reward_responses,

@@ -113,6 +113,11 @@ def _pieces(text: str) -> list[str]:
 # --- checks ------------------------------------------------------------------------------------------------------
 
 
+def check_rewards(functions: RewardFunction | Sequence[RewardFunction], weights: Sequence[float] | None) -> None:
+    """Refuse what `compute_rewards` would refuse before it calls any function."""
+    _checked_weights(weights, list(_named(functions)))
+
+
 def _named(functions: RewardFunction | Sequence[RewardFunction]) -> dict[str, RewardFunction]:
     """Functions by name, in order; a name that comes twice gets a number."""
     several: list[Any] = list(functions) if isinstance(functions, Sequence) else [functions]

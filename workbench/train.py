@@ -25,17 +25,18 @@ from transformers import get_scheduler
 
 from workbench.errors import InvalidInputError
 from workbench.evaluate import evaluate_tasks
+from workbench.finalize import apply_gradients, gradient_norm
 from workbench.inputs import entry_point
 from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.records import RunRecord, provenance
+from workbench.rewards import check_rewards
 from workbench.rollout import sample_responses
 from workbench.train_batch import (
     Batch,
     Group,
     RewardFunctions,
     Task,
-    check_rewards,
     derived_seed,
     make_batch,
     read_checked_tasks,
@@ -48,7 +49,7 @@ from workbench.train_output import Position, RunOutput
 from workbench.train_states import StateStore
 from workbench.train_trackers import Trackers
 from workbench.types import StepReport
-from workbench.update import apply_gradients, gradient_norm, update_step
+from workbench.update import update_step
 
 
 @entry_point
@@ -208,11 +209,11 @@ class _Run:
         """One optimizer update: gradients of all groups that can learn, accumulated under the batch's denominators."""
         reports, ages = [], []
         learning_rate = self.scheduler.get_last_lr()[0]
-        for group in batch.groups:
-            if group.learns:
-                report, age = self._replayed(group, batch)
-                reports.append(report)
-                ages.append(age)
+        groups = [group for group in batch.groups if group.learns]
+        for group in groups:
+            report, age = self._replayed(group, batch)
+            reports.append(report)
+            ages.append(age)
         with self._timed("optimizer"):
             norm = gradient_norm(self.policy)
             apply_gradients(self.policy, self.optimizer, max_grad_norm=self.config.max_grad_norm)
@@ -220,7 +221,6 @@ class _Run:
         notes = [*batch.notes, *dict.fromkeys(note for report in reports for note in report.metrics["notes"])]
         if not reports:
             notes.append("no group had anything to learn from: the weights are unchanged")
-        groups = [group for group in batch.groups if group.learns]
         num_tokens = sum(g.task.prompt_ids.numel() + sum(map(len, g.responses)) for g in groups)
         self.output.metrics.append(
             {

@@ -18,7 +18,7 @@ from workbench.errors import InvalidInputError
 from workbench.inputs import check_prompt
 from workbench.objective import StepDenominators
 from workbench.policy import Policy
-from workbench.rewards import RewardTable, _checked_weights, _named, compute_rewards
+from workbench.rewards import RewardTable, compute_rewards
 from workbench.tasks import check_tokenizer, encode_prompt, is_conversational, read_tasks
 from workbench.types import Response
 
@@ -82,11 +82,6 @@ def read_checked_tasks(policy: Policy, tasks: Any, rewards: RewardFunctions, nam
         others = {key: value for key, value in row.items() if key not in ("prompt", "prompt_ids")}
         checked.append(Task(index, ids, row["prompt"], others))
     return checked
-
-
-def check_rewards(functions: RewardFunctions, weights: Sequence[float] | None) -> None:
-    """Refuse what `compute_rewards` would refuse before it calls any function."""
-    _checked_weights(weights, list(_named(functions)))
 
 
 def needed_columns(rewards: RewardFunctions) -> Iterator[str]:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from workbench.budget import Schedule, fit_schedule
 from workbench.capture import capture_prompt
-from workbench.comm import Mesh, Traffic, digest, every_rank, require_agreement
+from workbench.comm import Mesh, Traffic
 from workbench.config import ObjectiveConfig
 from workbench.errors import InvalidInputError
+from workbench.finalize import finalize, report_over_ranks, sum_over_ranks
 from workbench.inputs import Ids, entry_point
 from workbench.memory import MemoryMeter
 from workbench.objective import StepDenominators, aggregate_metrics, loss_and_coefficients
@@ -23,7 +24,6 @@ from workbench.progress import progress
 from workbench.prompt_gradient import add_carry_gradients, needs_boundaries, plan_walk, scope_to_walk, walk_prompt
 from workbench.quantization import quantization_notes
 from workbench.replay import BLOCK_TOKENS, replay_response, score_responses
-from workbench.replicas import global_norm, reduce_gradients, require_same_parameters
 from workbench.state.pages import GradientPages, total_nbytes
 from workbench.state.placement import HOST
 from workbench.state.resident import ResidentState
@@ -185,12 +185,12 @@ def update_step(
         # 6. Finalize: sum over ranks, all gradients finite, clip, one optimizer call
         if comm is not None:
             with clock.stage("reduction"):
-                _reduce(policy, step, comm)
+                sum_over_ranks(policy, step, comm)
         with clock.stage("optimizer"), meter.ledger("optimizer"):
-            grad_norm = _finalize(policy, gradients_or_nothing, optimizer, objective, comm)
+            grad_norm = finalize(policy, gradients_or_nothing, optimizer, objective, comm)
     keeper.discard()
     report = _report(policy, step, gradient_scope, schedule, clock, grad_norm, keeper.walked, num_chunks, pages)
-    return report if comm is None else _with_ranks(report, step, comm, sent_before)
+    return report if comm is None else report_over_ranks(report, step, comm, sent_before)
 
 
 # ---------------------------------------------------------------- stages
@@ -308,72 +308,6 @@ def _replay_members(
     return total
 
 
-def _finalize(
-    policy: Policy,
-    gradients: GradientsOrNothing,
-    optimizer: torch.optim.Optimizer | None,
-    objective: ObjectiveConfig,
-    comm: Mesh | None,
-) -> float:
-    """Check and merge gradients, clip, call the optimizer; returns the norm of this step's own gradient."""
-    norm = gradient_norm(policy, comm)
-    gradients.merge()
-    if optimizer is not None:
-        apply_gradients(policy, optimizer, max_grad_norm=objective.max_grad_norm, comm=comm)
-    return norm
-
-
-def gradient_norm(policy: Policy, comm: Mesh | None = None) -> float:
-    """L2 norm of the gradients of all trainable parameters; NonFiniteError names the first that is not finite."""
-    return global_norm(policy.trainable_parameters(), comm)
-
-
-def _reduce(policy: Policy, step: Step, comm: Mesh) -> None:
-    """Gradients and loss summed over ranks, and compared: what a rank reports is what every rank has."""
-    named = policy.trainable_parameters()
-    step.reduction = reduce_gradients(named, comm)
-    step.loss = sum(every_rank(comm.data, step.loss, policy.device, tag="loss"))
-    require_same_parameters(named, comm, "gradients", gradients=True)
-    require_agreement(comm.world, digest(step.loss), "the loss", policy.device)
-
-
-def _with_ranks(report: StepReport, step: Step, comm: Mesh, before: Traffic) -> StepReport:
-    """What ranks did together: the audit of the reduction, and what this rank sent, by purpose."""
-    by_purpose = comm.traffic().since(before)
-    counters = {
-        **report.counters,
-        "ranks": comm.world.size,
-        "communication_calls": sum(entry["calls"] for entry in by_purpose.values()),
-        "communication_bytes": sum(entry["bytes"] for entry in by_purpose.values()),
-        "communication": by_purpose,
-        "gradient_reduction": step.reduction,
-    }
-    return replace(report, counters=counters, level=3 if comm.world.size > 1 else 1)
-
-
-def apply_gradients(
-    policy: Policy, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None, comm: Mesh | None = None
-) -> None:
-    """Clip the accumulated gradients, call the optimizer once, drop them. Without any gradient nothing changes.
-
-    comm: the ranks that hold the same weights, which must still be bitwise the same afterwards.
-    """
-    named = policy.trainable_parameters()
-    if max_grad_norm is not None:
-        total = torch.tensor(global_norm(named, comm), device=policy.device)
-        torch.nn.utils.clip_grads_with_norm_([p for _, p in named], max_grad_norm, total)
-    changes = any(p.grad is not None for _, p in named)
-    version = policy.weight_version
-    optimizer.step()
-    if changes and policy.weight_version == version:  # it wrote through `.data`, which shows nowhere
-        policy.note_weight_change(trainable_only=True)
-    for _, parameter in named:  # also those that this optimizer does not hold
-        parameter.grad = None
-    if comm is not None:
-        require_same_parameters(named, comm, "weights after the update")
-        comm.verified[policy] = policy.weight_version
-
-
 def _report(
     policy: Policy,
     step: Step,
@@ -390,8 +324,9 @@ def _report(
     metrics["notes"] += [*_scope_notes(policy, scope), *quantization_notes(policy.model)]
     metrics["entropy_mean"] = step.entropy_sum / max(1, metrics["num_tokens"])
     if schedule.planned_bytes is not None:
-        note = f"memory_budget chose {schedule}; planned peak at most {schedule.planned_bytes:,} bytes"
-        metrics["notes"] = [*metrics.get("notes", ()), note]
+        metrics["notes"].append(
+            f"memory_budget chose {schedule}; planned peak at most {schedule.planned_bytes:,} bytes"
+        )
     counters = {
         "prompt_chunks_captured": num_chunks,
         "responses_replayed": len(step.kept),
