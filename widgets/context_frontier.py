@@ -10,9 +10,9 @@ from typing import Any
 import traitlets
 
 from widgets.base import Control, Widget, checked
-from widgets.plan_cells import CHUNK_TOKENS, GPUS, Card, Cell, cards, plan_cells, verdict
+from widgets.plan_cells import CHUNK_TOKENS, GPUS, Card, Cell, cards, cell_controls, plan_cells, verdict
 from widgets.sources import GB, missing_note, published, recordings_of, source_notes
-from widgets.view import Axis, Mark, Panel, Series, Table, View, distinct, exact, number
+from widgets.view import Axis, Mark, Panel, Series, Table, View, exact, number
 from workbench.recordings import Recording
 
 MODELS = ("Qwen3.6-27B", "GLM-5.2", "Qwen3-8B")
@@ -114,25 +114,8 @@ class ContextFrontier(Widget):
 
     @classmethod
     def controls(cls, record: FrontierRecord) -> tuple[Control, ...]:
-        lengths = tuple(sorted({c.positions for c in record.cells}))
-        ranks = tuple(sorted({c.context_parallel for c in record.cells}))
-        return (
-            Control(name="positions", label="Positions", values=lengths, texts=tuple(f"{n:,}" for n in lengths)),
-            Control(
-                name="context_parallel",
-                label="Context-parallel ranks",
-                values=ranks,
-                texts=tuple(f"{n} ranks" if n > 1 else "1 rank" for n in ranks),
-            ),
-            Control(name="model", label="Model", values=tuple(distinct(c.model for c in record.cells)), kind="choice"),
-            Control(name="gpu", label="GPU", values=tuple(c.name for c in record.cards), kind="choice"),
-            Control(
-                name="scope",
-                label="Gradient scope",
-                values=tuple(distinct(c.scope for c in record.cells)),
-                kind="choice",
-            ),
-        )
+        by_name = cell_controls(record.cells, record.cards)
+        return tuple(by_name[name] for name in ("positions", "context_parallel", "model", "gpu", "scope"))
 
     @staticmethod
     def view_of(record: FrontierRecord, state: Mapping[str, Any]) -> View:

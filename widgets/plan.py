@@ -10,9 +10,20 @@ from typing import Any
 import traitlets
 
 from widgets.base import Control, Widget, checked
-from widgets.plan_cells import ALLOCATED, CHUNK_TOKENS, GPUS, RESPONSE_TOKENS, Card, Cell, cards, plan_cells, verdict
+from widgets.plan_cells import (
+    ALLOCATED,
+    CHUNK_TOKENS,
+    GPUS,
+    RESPONSE_TOKENS,
+    Card,
+    Cell,
+    cards,
+    cell_controls,
+    plan_cells,
+    verdict,
+)
 from widgets.sources import GB
-from widgets.view import Axis, Mark, Panel, Series, Table, View, distinct, number
+from widgets.view import Axis, Mark, Panel, Series, Table, View, number
 from workbench.planner import PHASES
 
 GROUP_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -88,31 +99,15 @@ class Plan(Widget):
 
     @classmethod
     def controls(cls, record: PlanRecord) -> tuple[Control, ...]:
-        lengths = tuple(sorted({c.positions for c in record.cells}))
-        ranks = tuple(sorted({c.context_parallel for c in record.cells}))
-        return (
-            Control(name="positions", label="Positions", values=lengths, texts=tuple(f"{n:,}" for n in lengths)),
-            Control(
-                name="group_size",
-                label="Group size G",
-                values=GROUP_SIZES,
-                texts=tuple(f"{n} responses" for n in GROUP_SIZES),
-            ),
-            Control(
-                name="context_parallel",
-                label="Context-parallel ranks",
-                values=ranks,
-                texts=tuple(f"{n} ranks" if n > 1 else "1 rank" for n in ranks),
-            ),
-            Control(name="gpu", label="GPU", values=tuple(c.name for c in record.cards), kind="choice"),
-            Control(
-                name="scope",
-                label="Gradient scope",
-                values=tuple(distinct(c.scope for c in record.cells)),
-                kind="choice",
-            ),
-            Control(name="model", label="Model", values=tuple(distinct(c.model for c in record.cells)), kind="choice"),
+        sizes = Control(
+            name="group_size",
+            label="Group size G",
+            values=GROUP_SIZES,
+            texts=tuple(f"{n} responses" for n in GROUP_SIZES),
         )
+        by_name = {"group_size": sizes, **cell_controls(record.cells, record.cards)}
+        order = ("positions", "group_size", "context_parallel", "gpu", "scope", "model")
+        return tuple(by_name[name] for name in order)
 
     @staticmethod
     def view_of(record: PlanRecord, state: Mapping[str, Any]) -> View:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from widgets.base import Control
+from widgets.view import distinct
 from workbench.errors import InvalidInputError
 from workbench.planner import FRAGMENTATION, PHASES, TERMS, find_gpu, find_model, plan, seconds_lines
 from workbench.planner.questions import with_request
@@ -51,6 +53,25 @@ class Cell:
     loaded_bytes: int
     terms: dict[str, tuple[int, ...]]
     seconds: dict[str, dict[str, tuple[float, float]]]
+
+
+def cell_controls(cells: Sequence[Cell], offered: Sequence[Card]) -> dict[str, Control]:
+    """The inputs that choose a cell and a card, by name."""
+    lengths = tuple(sorted({c.positions for c in cells}))
+    ranks = tuple(sorted({c.context_parallel for c in cells}))
+    found = (
+        Control(name="positions", label="Positions", values=lengths, texts=tuple(f"{n:,}" for n in lengths)),
+        Control(
+            name="context_parallel",
+            label="Context-parallel ranks",
+            values=ranks,
+            texts=tuple(f"{n} ranks" if n > 1 else "1 rank" for n in ranks),
+        ),
+        Control(name="model", label="Model", values=tuple(distinct(c.model for c in cells)), kind="choice"),
+        Control(name="gpu", label="GPU", values=tuple(c.name for c in offered), kind="choice"),
+        Control(name="scope", label="Gradient scope", values=tuple(distinct(c.scope for c in cells)), kind="choice"),
+    )
+    return {control.name: control for control in found}
 
 
 def cards(names: Sequence[str]) -> tuple[Card, ...]:
