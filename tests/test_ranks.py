@@ -69,6 +69,8 @@ def _result(worlds: Mapping[int, list[dict[str, Any]]], size: int, name: str, ra
 @pytest.mark.parametrize(("size", "name"), _names("gradient"))
 def test_gradients_are_those_of_one_process(worlds, size: int, name: str) -> None:
     found = _result(worlds, size, name)
+    # Measured at 2, 3 and 4 ranks, x86-64, float64 (float32): gradient of the worst parameter 6.4e-14 (6.5e-6), loss
+    # 2.8e-17 (0), norm 3.0e-15 (4.4e-7), log-probs 8.0e-15 (3.3e-6). The order of sums changes with the ranks.
     float32 = "float32" in name
     assert found["error"] <= (1e-5 if float32 else 1e-12)
     assert found["loss_error"] <= (1e-6 if float32 else 1e-14)
@@ -82,8 +84,8 @@ def test_gradients_are_those_of_one_process(worlds, size: int, name: str) -> Non
 @pytest.mark.parametrize(("size", "name"), _names("data parallel"))
 def test_prompts_of_data_ranks_are_one_step(worlds, size: int, name: str) -> None:
     found = _result(worlds, size, name)
-    assert found["error"] <= 1e-12
-    assert found["loss_error"] <= 1e-14
+    assert found["error"] <= 1e-12  # measured 8.6e-15
+    assert found["loss_error"] <= 1e-14  # measured 0
     assert found["level"] == 3
 
 
@@ -91,7 +93,7 @@ def test_prompts_of_data_ranks_are_one_step(worlds, size: int, name: str) -> Non
 def test_replicas_stay_equal_through_updates(worlds, size: int, name: str) -> None:
     found = _result(worlds, size, name)
     assert found["replicas_differ"] == 0
-    # Of how far weights moved; AdamW divides by |g|, so rounding of tiny gradients grows. Measured 5.3e-13.
+    # Of how far weights moved; AdamW divides by |g|, so rounding of tiny gradients grows. Measured 5.6e-13.
     assert found["error"] <= 1e-10
 
 

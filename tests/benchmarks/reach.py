@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -127,7 +128,7 @@ def main() -> None:
         "reach",
         sorted(rows, key=lambda r: r["prompt_tokens"]),
         title="The longest prompts that completed here in full scope",
-        command="python -m tests.benchmarks.reach 131072 --interrupt",
+        command=shlex.join(["python", "-m", "tests.benchmarks.reach", *sys.argv[1:]]),
         notes=["step_seconds is wall time, an interrupted step's two processes together; the machine was shared"],
     )
     print(f"peak {row['peak_bytes']:,} bytes, {row['peak_bytes'] / row['floor_bytes']:.3f} x the floor; {options.out}")

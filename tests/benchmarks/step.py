@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import shlex
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -224,7 +226,7 @@ def main() -> None:
                 "performance",
                 kept + new,
                 title="One GRPO step against its peers: time, peak bytes, operations",
-                command="python -m tests.benchmarks.step --long --flops",
+                command=shlex.join(["python", "-m", "tests.benchmarks.step", *sys.argv[1:]]),
                 notes=["one thread; CPU seconds; peak heap above the start, parameter gradients left out"],
             )
         rows = kept + new
