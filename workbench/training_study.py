@@ -1,7 +1,7 @@
 """Does the scope of the gradient matter for learning? GRPO runs on a bundled model, all scopes side by side.
 
     python -m workbench.training_study improve    the whole model, exact gradient, 1,024 tokens, three seeds
-    python -m workbench.training_study tune       every arm at every learning rate, one seed, LoRA, 512 tokens
+    python -m workbench.training_study tune       every arm at every learning rate, one seed, LoRA, 1,024 tokens
     python -m workbench.training_study run        every arm at its best learning rate, three other seeds
     python -m workbench.training_study gemma      one longer run on Gemma 3 270M, 1,024 tokens, LoRA
     python -m workbench.training_study collect    the runs found so far into data/runs/training*.json
@@ -70,17 +70,17 @@ class StudyConfig:
 
     model: str = "tiny-hybrid-half"
     kind: str = "multi_key"
-    prompt_tokens: int = 512
-    num_steps: int = 40
-    tuning_steps: int = 20
-    prompts_per_step: int = 6
-    group_size: int = 8
+    prompt_tokens: int = 1024
+    num_steps: int = 30
+    tuning_steps: int = 15
+    prompts_per_step: int = 8
+    group_size: int = 12  # 6 x 8 samples a step taught nothing in 20 steps (512 tokens, not recorded)
     num_tasks: int = 240
     num_held_out: int = 24
     held_out_samples: int = 4
-    eval_every: int = 20
+    eval_every: int = 15
     lora: int | None = 16
-    chunk_tokens: int = 256
+    chunk_tokens: int = 512
     reward: str = "exact_answer"
     num_needles: int | None = None
     max_new_tokens: int | None = None
