@@ -108,6 +108,19 @@ def test_practice_counts_values_that_the_sequence_has_given(tokenizer: Any, toke
     assert torch.equal(same[0], ids)
 
 
+def test_copying_counts_only_what_the_sequence_has_shown_to_follow(tokenizer: Any):
+    practice = Practice(tokenizer, "a file is in this object . " * 200, RECIPES["tiny-glm-dsa"])
+    ids, targets, counted = practice.copying_batch(Random(0), 20, 64, 70)
+    assert ids.shape == targets.shape == counted.shape == (20, 70)
+    assert ids.min() >= 3
+    assert ids.max() < 64
+    for row, right, counts in zip(ids.tolist(), targets.tolist(), counted.tolist(), strict=True):
+        followed: dict[int, int] = {}
+        for token, after, counts_here in zip(row, right, counts, strict=True):
+            assert counts_here == (token in followed)
+            assert followed.setdefault(token, after) == after
+
+
 def test_the_index_scores_are_the_models_own():
     """The copy with a graph ranks keys exactly as the stock forward, which has none."""
     model = RECIPES["tiny-glm-dsa"].build()
@@ -138,7 +151,7 @@ def test_dense_selection_is_ordinary_attention():
 
 
 def short(name: str) -> Any:
-    sparse = {"index_steps": 2, "sparse_steps": 1} if name == "tiny-glm-dsa" else {}
+    sparse = {"copying_steps": 2, "index_steps": 2, "sparse_steps": 1} if name == "tiny-glm-dsa" else {}
     return dataclasses.replace(
         RECIPES[name], max_steps=3, cooldown_steps=1, cooldown_tokens=90, batch_tokens=256, **sparse
     )
@@ -149,7 +162,9 @@ def test_training_repeats_bitwise_and_teaches_the_index():
     before = {name: parameter.clone() for name, parameter in runs[0].model.named_parameters()}
     steps = [[dataclasses.replace(step, cpu_seconds=0.0) for step in run.steps()] for run in runs]
     assert steps[0] == steps[1]
-    assert [step.stage for step in steps[0]] == ["curriculum"] * 3 + ["cooldown"] + ["index"] * 2 + ["sparse"]
+    assert [step.stage for step in steps[0]] == ["copying"] * 2 + ["curriculum"] * 3 + ["cooldown"] + ["index"] * 2 + [
+        "sparse"
+    ]
     for (name, one), other in zip(runs[0].model.named_parameters(), runs[1].model.parameters(), strict=True):
         assert torch.equal(one, other), name
     moved = {name for name, parameter in runs[0].model.named_parameters() if not torch.equal(parameter, before[name])}

@@ -20,6 +20,7 @@ from workbench.tiny_models.recipes import Recipe
 # it had seen after 220 steps twice as large.
 _EASY_TOKENS, _EASY_KEYS, _EASY_VALUES = 64, words.KEYS[:24], words.VALUES[:12]
 _EASY_FORM = "{key} {value}"
+_FIRST_WORD = 3  # after padding, end and unknown
 _FORMS = (_EASY_FORM, "{key} is {value}", "")  # "": the sentence
 
 
@@ -39,6 +40,16 @@ class Practice:
         ids = torch.tensor([row for row, _ in rows])
         counts = torch.tensor([counted for _, counted in rows])
         return ids[:, :-1], ids[:, 1:], counts[:, 1:]
+
+    def copying_batch(self, rng: Random, num_sequences: int, ids: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for a run of distinct ids below `ids`, repeated; the loss counts what has been seen to follow."""
+        rows, counted = [], []
+        for _ in range(num_sequences):
+            run = rng.sample(range(_FIRST_WORD, ids), rng.randint(tokens // 4, min(tokens // 2, ids - _FIRST_WORD)))
+            rows.append((run * (tokens // len(run) + 2))[: tokens + 1])
+            counted.append([at > len(run) for at in range(1, tokens + 1)])
+        drawn = torch.tensor(rows)
+        return drawn[:, :-1], drawn[:, 1:], torch.tensor(counted)
 
     def _sequence(self, rng: Random, tokens: int) -> tuple[list[int], list[bool]]:
         form = self._form(rng, tokens)

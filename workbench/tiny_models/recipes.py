@@ -17,9 +17,12 @@ class Recipe:
     """How one bundled model is made.
 
     config_class, model_class, fields: of transformers, and the configuration's fields.
+    copying: first stage, (ids drawn from, tokens) of each of its parts: a run of distinct ids, again and again. A model
+        without recurrence or convolution has to find "what came after this before?" first; sequences with few
+        questions do not show it the way. copying_steps: optimizer steps of that stage at most.
     max_steps: optimizer steps of the curriculum at most; it ends earlier when the last length is learned.
     start_tokens, final_tokens: sequence length, doubled whenever the accuracy of ten steps passes `pass_accuracy`.
-    batch_tokens: tokens of a step. max_pairs: keys hidden in one sequence, at most.
+    batch_tokens, copying_batch_tokens: tokens of a step. max_pairs: keys hidden in one sequence, at most.
     mixed_tokens: up to this length sequences take every form, beyond it the needle's sentence alone.
     dialogue_share: of the sequences made of sentences, those that ask and answer in the form of the task itself.
     cooldown_steps: steps of cooldown_tokens afterwards, with the learning rate falling to 0.
@@ -31,8 +34,12 @@ class Recipe:
     model_class: str
     fields: Mapping[str, Any]
     max_steps: int
+    copying: tuple[tuple[int, int], ...] = ()
+    copying_steps: int = 0
+    copying_batch_tokens: int = 1024
     seed: int = 0
     learning_rate: float = 3e-3
+    adam_beta2: float = 0.95
     warmup_steps: int = 50
     start_tokens: int = 64
     final_tokens: int = 512
@@ -49,7 +56,7 @@ class Recipe:
     @property
     def total_steps(self) -> int:
         """At most this many, over all stages."""
-        return self.max_steps + self.cooldown_steps + self.index_steps + self.sparse_steps
+        return self.copying_steps + self.max_steps + self.cooldown_steps + self.index_steps + self.sparse_steps
 
     def build(self) -> Any:
         """The model with its initial weights, float32, which depend on the seed only."""
@@ -102,12 +109,12 @@ GLM_DSA = Recipe(
     fields=_COMMON
     | {
         "intermediate_size": 384,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
         "q_lora_rank": 96,
         "kv_lora_rank": 64,
         "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
+        "qk_rope_head_dim": 32,
         "v_head_dim": 32,
         "index_topk": 256,
         "index_head_dim": 32,
@@ -118,13 +125,20 @@ GLM_DSA = Recipe(
         "num_experts_per_tok": 2,
         "n_shared_experts": 1,
         "moe_intermediate_size": 96,
+        "initializer_range": 0.06,  # 0.02, the default, is meant for wider layers
     },
-    max_steps=600,
+    copying=((32, 32), (64, 64), (128, 64), (512, 64), (512, 128)),
+    copying_steps=1200,  # about 570 are needed
+    learning_rate=2e-3,
+    adam_beta2=0.98,
+    max_steps=300,  # reaches the last length after about 110
+    dialogue_share=0.6,
     cooldown_steps=70,
     index_steps=120,
     sparse_steps=40,
 )
-RECIPES = {recipe.name: recipe for recipe in (HYBRID, HYBRID_HALF, GLM_DSA)}
+GLM_DSA_HALF = replace(GLM_DSA, name="tiny-glm-dsa-half", max_steps=40, cooldown_steps=0, sparse_steps=0)
+RECIPES = {recipe.name: recipe for recipe in (HYBRID, HYBRID_HALF, GLM_DSA, GLM_DSA_HALF)}
 
 
 def find_recipe(name: str) -> Recipe:

@@ -23,7 +23,7 @@ _COLORS = {"accuracy": "#0072b2", "length": "#8f8f8f"}
 class TinyModelParameters(BaseModel):
     """The parameters of the notebook; an unknown name, or a value that does not fit, is an error.
 
-    max_steps: of the first stage; 0 leaves each stage's number to the recipe.
+    max_steps: of each stage; 0 leaves each stage's number to the recipe.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -41,6 +41,7 @@ class TinyModelParameters(BaseModel):
         most = self.max_steps
         return replace(
             recipe,
+            copying_steps=min(most, recipe.copying_steps),
             max_steps=min(most, recipe.max_steps),
             cooldown_steps=min(most, recipe.cooldown_steps),
             index_steps=min(most, recipe.index_steps),
