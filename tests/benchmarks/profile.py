@@ -1,0 +1,110 @@
+"""Where the CPU time of one step goes, by family of operation: `python -m tests.benchmarks.profile hybrid:4096:8`.
+
+One thread, one step after a warm-up, torch's profiler. Time of an operator is its own, without that of the operators
+it calls; what no operator accounts for is Python, autograd and the profiler itself, which lengthens a step of many
+small operations by a tenth or so: shares are to be read, not seconds. Rates are of the products alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.benchmarks.child import matmul_rate, prepared_model
+from tests.benchmarks.peers import MODES
+from tests.benchmarks.problem import Case
+from workbench.performance_study import FULL
+
+FAMILIES = {
+    "products: projections, head": ("aten::mm", "aten::addmm", "aten::addmm_"),
+    "products: batched, recurrence": ("aten::bmm", "aten::baddbmm", "aten::baddbmm_"),
+    "attention kernel": ("_scaled_dot_product_flash_attention",),
+    "triangular solves": ("aten::linalg_solve_triangular", "aten::triangular_solve"),
+    "convolution": ("conv", "mkldnn"),
+    "copies, concatenation, filling": (
+        "copy_",
+        "cat",
+        "fill_",
+        "zero_",
+        "clone",
+        "contiguous",
+        "index",
+        "empty",
+        "pad",
+    ),
+    "reductions": ("aten::sum", "aten::mean", "cumsum", "softmax", "logsumexp", "aten::norm", "flip"),
+}
+ELEMENTWISE = "elementwise"
+OUTSIDE = "outside operators: Python, autograd"
+
+
+def family_of(operator: str) -> str:
+    for family, names in FAMILIES.items():
+        if any(operator == name if name.startswith("aten::") else name in operator for name in names):
+            return family
+    return ELEMENTWISE
+
+
+def product_flops(operator: str, shapes: Sequence[Sequence[int]]) -> int:
+    """Operations of one matrix product, by the shapes of what it was given; 0 for other operators."""
+    if family_of(operator).startswith("products"):
+        left, right = [shape for shape in shapes if shape][-2:]
+        return 2 * math.prod(left) * right[-1]
+    return 0
+
+
+def profiled(mode: str, case: Case) -> tuple[Any, float]:
+    """The profiler's events of one step and the CPU seconds it took."""
+    model, data = prepared_model(mode, case), case.data()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+        started = time.process_time()
+        MODES[mode](model, *data)
+        seconds = time.process_time() - started
+    return found, seconds
+
+
+def rows_of(found: Any, seconds: float) -> list[tuple[str, int, float, float]]:
+    """(family, calls, seconds, operations per second) of every family, the longest first."""
+    calls, spent, flops = defaultdict(int), defaultdict(float), defaultdict(int)
+    for event in found.key_averages(group_by_input_shape=True):
+        family = family_of(event.key)
+        calls[family] += event.count
+        spent[family] += event.self_cpu_time_total / 1e6
+        flops[family] += event.count * product_flops(event.key, event.input_shapes)
+    spent[OUTSIDE] = seconds - sum(spent.values())
+    return sorted(((f, calls[f], t, flops[f] / t) for f, t in spent.items()), key=lambda row: -row[2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", nargs="?", default="hybrid:4096:8", help="such as hybrid:4096:8")
+    parser.add_argument("--mode", choices=list(MODES), default=FULL)
+    parser.add_argument("--operators", type=int, default=0, metavar="N", help="also the N longest operators and shapes")
+    options = parser.parse_args()
+    family, tokens, group = options.case.split(":")
+    case = Case(family, int(tokens), int(group))
+    rate = matmul_rate()
+    found, seconds = profiled(options.mode, case)
+    print(f"{case}, {options.mode}: {seconds:.1f} CPU s; a large product runs at {rate / 1e9:.0f} GFLOP/s")
+    for name, calls, spent, speed in rows_of(found, seconds):
+        print(
+            f"  {name:38} {100 * spent / seconds:5.1f} %  {calls:8,} calls"
+            + (f"  {speed / 1e9:5.0f} GFLOP/s" if speed else "")
+        )
+    if options.operators:
+        print(
+            found.key_averages(group_by_input_shape=True).table(
+                "self_cpu_time_total", row_limit=options.operators, max_shapes_column_width=90
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()
