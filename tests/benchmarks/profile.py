@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.child import matmul_rate, prepared_model

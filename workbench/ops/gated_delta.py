@@ -85,7 +85,7 @@ def chunk_gated_delta_rule_reference(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The slow twin: the recurrence token by token, S <- decay S + k (beta (v - k^T decay S))^T, under plain autograd."""
+    """The slow twin: token by token, S <- decay S + k (beta (v - k^T decay S))^T, under plain autograd."""
     batch, tokens, heads, width = value.shape
     groups, dtype = heads // key.shape[2], accumulation_dtype(query.dtype)
     keys, queries = (x.repeat_interleave(groups, dim=2).to(dtype) for x in (key, query))
