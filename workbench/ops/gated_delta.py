@@ -64,9 +64,6 @@ def chunk_gated_delta_rule(
     query, key: [B, T, Hk, Dk]; value: [B, T, Hv, Dv], Hv a multiple of Hk; g (log decay <= 0), beta: [B, T, Hv].
     initial_state: [B or 1, Hv, Dk, Dv] or None for zeros. Queries are scaled by Dk ** -0.5.
     """
-    groups = value.shape[2] // key.shape[2]
-    if groups != 1:
-        query, key = query.repeat_interleave(groups, dim=2), key.repeat_interleave(groups, dim=2)
     if initial_state is not None:
         initial_state = initial_state.expand(query.shape[0], -1, -1, -1)
     rule = _rule_by_fla if rule_of(query) == FLA else _rule_by_products
@@ -110,8 +107,8 @@ def _rule_by_fla(
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fused
 
     return fused(
-        q=query,
-        k=key,
+        q=_for_each_value_head(query, value),
+        k=_for_each_value_head(key, value),
         v=value,
         g=g.float(),
         beta=beta.to(query.dtype),
@@ -125,11 +122,12 @@ def _rule_by_fla(
 def _rule_by_products(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, normalise: bool
 ) -> tuple[Tensor, Tensor]:
-    batch, tokens, heads, _ = query.shape
+    batch, tokens, heads, _ = value.shape
     given, dtype = query.dtype, accumulation_dtype(query.dtype)
     query, key = query.to(dtype), key.to(dtype)
     if normalise:
         query, key = _l2norm(query), _l2norm(key)
+    query, key = (_for_each_value_head(x, value) for x in (query, key))
     if initial is None:
         initial = value.new_zeros(batch, heads, key.shape[-1], value.shape[-1], dtype=dtype)
     # padding has beta 0 and decay 1, so it changes nothing
@@ -262,6 +260,12 @@ def _scan(
         met_list[index].copy_(state)
         state = torch.baddbmm(offset_list[index], step_list[index], state)
     return met, state
+
+
+def _for_each_value_head(rows: Tensor, value: Tensor) -> Tensor:
+    """Queries or keys with one head for each value head."""
+    groups = value.shape[2] // rows.shape[2]
+    return rows if groups == 1 else rows.repeat_interleave(groups, dim=2)
 
 
 def _l2norm(x: Tensor) -> Tensor:
