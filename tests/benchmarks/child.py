@@ -63,7 +63,9 @@ def matmul_rate(device: str = "cpu") -> float:
 
 
 def prepared_model(mode: str, case: Case, device: str = "cpu") -> Any:
+    """A model on which the mode has run once, on a small case; its gradients stand where the measurement wants them."""
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # as the engine does within a step: the recurrence is slow for every mode without
     torch.backends.cuda.matmul.allow_tf32 = False
     model = case.model().to(device)
     prepare(model, mode)
@@ -97,7 +99,7 @@ class _CpuTimer:
 
 
 class _CudaTimer:
-    """Seconds between two events, and the caching allocator's peak. Written for a GPU; no run is recorded yet."""
+    """Seconds between two events, and the caching allocator's peak above the start. No run on a GPU is recorded yet."""
 
     def start(self) -> None:
         torch.cuda.synchronize()

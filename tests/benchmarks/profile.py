@@ -1,8 +1,9 @@
-"""Where the CPU time of one step goes, by family of operation: `python -m tests.benchmarks.profile hybrid:4096:8`.
+"""Where the time of one step goes, by family of operation: `python -m tests.benchmarks.profile hybrid:4096:8`.
 
-One thread, one step after a warm-up, torch's profiler. Time of an operator is its own, without that of the operators
-it calls; what no operator accounts for is Python, autograd and the profiler itself, which lengthens a step of many
-small operations by a tenth or so: shares are to be read, not seconds. Rates are of the products alone.
+One thread, one step after a warm-up, torch's profiler. An operator's time is its own, without that of the operators it
+calls, by the wall clock: another process on the same core lengthens it, so shares are to be read, and rates against the
+printed rate of a large product only on an idle machine. Autograd's nodes and what no operator accounts for (Python, the
+profiler itself, about a tenth) stand apart.
 """
 
 from __future__ import annotations
@@ -38,17 +39,23 @@ FAMILIES = {
         "empty",
         "pad",
     ),
+    "views and shapes": (
+        "view", "transpose", "aten::t", "as_strided", "slice", "select", "reshape", "unsqueeze", "squeeze", "expand",
+        "permute", "detach", "split", "narrow", "alias", "flatten", "unbind", "aten::to", "resize", "diagonal",
+    ),
     "reductions": ("aten::sum", "aten::mean", "cumsum", "softmax", "logsumexp", "aten::norm", "flip"),
-}
+}  # fmt: skip
 ELEMENTWISE = "elementwise"
-OUTSIDE = "outside operators: Python, autograd"
+AUTOGRAD = "autograd's own"
+OUTSIDE = "outside operators: Python"
 
 
 def family_of(operator: str) -> str:
+    """The family of an operator, of one of autograd's nodes, or of a function of our own with a backward."""
     for family, names in FAMILIES.items():
         if any(operator == name if name.startswith("aten::") else name in operator for name in names):
             return family
-    return ELEMENTWISE
+    return ELEMENTWISE if operator.startswith("aten::") else AUTOGRAD
 
 
 def product_flops(operator: str, shapes: Sequence[Sequence[int]]) -> int:
@@ -60,12 +67,12 @@ def product_flops(operator: str, shapes: Sequence[Sequence[int]]) -> int:
 
 
 def profiled(mode: str, case: Case) -> tuple[Any, float]:
-    """The profiler's events of one step and the CPU seconds it took."""
+    """The profiler's events of one step and the wall seconds it took."""
     model, data = prepared_model(mode, case), case.data()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
-        started = time.process_time()
+        started = time.perf_counter()
         MODES[mode](model, *data)
-        seconds = time.process_time() - started
+        seconds = time.perf_counter() - started
     return found, seconds
 
 
@@ -91,7 +98,7 @@ def main() -> None:
     case = Case(family, int(tokens), int(group))
     rate = matmul_rate()
     found, seconds = profiled(options.mode, case)
-    print(f"{case}, {options.mode}: {seconds:.1f} CPU s; a large product runs at {rate / 1e9:.0f} GFLOP/s")
+    print(f"{case}, {options.mode}: {seconds:.1f} s, profiled; a large product runs at {rate / 1e9:.0f} GFLOP/s")
     for name, calls, spent, speed in rows_of(found, seconds):
         print(
             f"  {name:38} {100 * spent / seconds:5.1f} %  {calls:8,} calls"
