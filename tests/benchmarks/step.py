@@ -66,9 +66,9 @@ def left_out(mode: str, case: Case) -> str | None:
         return "minutes to hours, or more memory than the machine has"
     if case.prompt_tokens >= 65536 and mode.startswith("shared prefix"):
         return "more memory than the machine has, or hours"
-    if case.prompt_tokens >= 4096 and mode in WHOLE_SEQUENCE:
+    if case.prompt_tokens >= 2048 and mode in WHOLE_SEQUENCE:
         return "gigabytes; measured at 1,024 tokens, and here with checkpointing"
-    if mode == "batched + checkpointing" and (case.group >= 8 or case.prompt_tokens >= 4096):
+    if mode == "batched + checkpointing" and (case.group >= 8 or case.prompt_tokens >= 2048):
         return "TRL's is the same computation, and is measured"
     return None
 
