@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -76,6 +77,34 @@ def test_staged_bytes_are_one_layers_share_of_the_rows() -> None:
 
     device, host = peak(checkpoint_layers=True), peak(placement="host")
     assert host["peak_bytes"] - device["peak_bytes"] <= 0.3 * host["rows"]
+
+
+class StandInStream:
+    """As much of a CUDA stream as staging uses: `order` notes who waits for whom, and what is copied meanwhile."""
+
+    def __init__(self, order: list[str]) -> None:
+        self.order = order
+
+    def wait_stream(self, other: Any) -> None:
+        self.order.append("wait")
+
+
+def test_the_next_layer_is_fetched_on_a_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's path on stand-in streams: ahead in the pass's direction, one layer at most, waited for before its use."""
+    order: list[str] = []
+    page = Page(0, 4, tuple({"keys": torch.full((1, 1, 4, 2), float(i))} for i in range(4)))
+    stager = LayerStager(torch.device("cpu"))
+    stager._stream = StandInStream(order)  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: StandInStream(order))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: order.append("record"))
+    for layer, ahead in ((0, 1), (1, 2), (2, 3), (1, 0), (0, None)):
+        rows = stager.rows([page], page, layer)["keys"]
+        assert float(rows.unique()) == layer
+        assert stager._ahead_layer == ahead
+        assert [float(x["keys"].unique()) for x in stager._ahead.values()] == ([] if ahead is None else [ahead])
+    # layers 1 and 2 were ahead; turning back finds layer 3 fetched in vain and stages 1 at once; 0 was ahead again
+    assert order == ["wait", "record"] * 3
 
 
 def test_counters_say_what_was_staged() -> None:

@@ -133,13 +133,12 @@ def _short(value: float) -> str:
 
 
 SHARE_REASON = (
-    "a core here multiplies large float32 matrices at over 100 GFLOP/s, twice the rate of the machine that the target "
-    "was set on; products of 64 x 64 matrices in the recurrence, and what is not a product, do not follow"
+    "matrix products and attention are about half of the time, the rest reads and writes memory: norms, gates, "
+    "activations, copies, the short convolution (python -m tests.benchmarks.profile hybrid:4096:8)"
 )
-BUSY_REASON = (
-    "recorded with about ten other jobs on two cores, which seems to lengthen many small operations more than few "
-    "large ones; an earlier run with one job beside it took 1/9.0 of TRL's and 1/7.1 of the serial time "
-    "(data/runs/step_benchmark.json)"
+TIME_REASON = (
+    "a prompt chunk is computed three times forward with layer checkpoints, a peer's once or twice; the machine's load "
+    "while recording, in the recording's notes, moves the ratio by a tenth or two"
 )
 STATE_REASON = "one chunk's layer inputs and one layer's graph, whatever P is, outweigh rows and gradients that short"
 
@@ -207,7 +206,7 @@ class _Finder:
                 f"{name}, time",
                 time,
                 ratio(FULL, other, prompt_tokens, group_size, "cpu_seconds"),
-                reason=BUSY_REASON,
+                reason=TIME_REASON,
             ),
             Target(f"{name}, memory", memory, ratio(FULL, other, prompt_tokens, group_size, "peak_bytes")),
         ]

@@ -164,12 +164,15 @@ class Policy:
     def active(self, *, decoding: bool = False) -> Iterator[None]:
         """Run the model the engine's way (dropout off, paged attention, this policy's adapter); restore on exit.
 
+        On a CPU results too small for a normal number count as 0, in the thread that calls.
+
         decoding: single-token kernels may be used; they need no gradient and need not repeat what replay computes.
         """
         with ExitStack() as stack:
             _require_differentiable_weights(self.model)
             if self.frozen_prompt:
                 check_frozen_prompt(self.model, self.adapter_scope, self.adapter.applied_to_prompt_rows)
+            stack.enter_context(_flushed_subnormals())
             stack.enter_context(self.adapter.kernels(decoding=decoding))
             stack.enter_context(_evaluation_mode(self.model))
             stack.enter_context(differentiable_quantized_layers(self.model))
@@ -276,6 +279,21 @@ def _require_differentiable_weights(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_inference():
             raise UnsupportedModelError(f"{name} is an inference tensor; load the model outside inference_mode")
+
+
+@contextmanager
+def _flushed_subnormals() -> Iterator[None]:
+    """Results below the smallest normal number (1e-38 in float32) count as 0 in this thread for the duration.
+
+    What passes through a strong decay, a recurrent state or its gradient, ends there, and a core computes with such
+    numbers up to fifteen times slower: a step of a Gated DeltaNet hybrid took 1.6 times as long.
+    """
+    before = bool(torch.tensor(1e-39, device="cpu") * 0.5 == 0)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
 
 
 @contextmanager

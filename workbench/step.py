@@ -68,6 +68,7 @@ class Step:
     num_blocks: int = 0
     census: GraphCensus = field(default_factory=GraphCensus)
     tally: Tally = field(default_factory=Tally)
+    kernel_calls: Tally = field(default_factory=Tally)
     reduction: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 

@@ -83,7 +83,8 @@ class StepReport:
     metrics: statistics of ratios, advantages, entropy and KL; "notes" holds remarks in words.
     counters: what ran (chunks captured, blocks replayed, prompt chunks walked, graphs alive at most, ...).
         choices_verified: selections of keys or experts that were made again and found the same; rows_on_host_bytes:
-        of the prompt with placement="host"; layers_staged, bytes_staged: copies of rows to the device. Over ranks:
+        of the prompt with placement="host"; layers_staged, bytes_staged: copies of rows to the device;
+        kernel_calls: {kernel: calls} in this process, where there is a choice (the Gated DeltaNet rule). Over ranks:
         communication_calls, communication_bytes and both by purpose, as this rank sent them; gradient_reduction, by
         family of parameters.
     level: highest evidence level this call itself checked: 1 executed (all a step can say), 2 its forward equals the

@@ -115,6 +115,7 @@ def update_step(
         schedule = _fitted(policy, step, schedule, memory_budget, walked_scope, optimizer, state)
     keeper = _walk_keeper(policy, step, schedule, walk_checkpoint, walked_scope, state)
     sent_before = Traffic() if comm is None else comm.traffic()
+    calls_before = policy.adapter.kernel_calls.copy()
     if comm is not None:
         agree_on_step(policy, step, comm, gradient_scope, schedule, sum_denominators=denominators is None)
 
@@ -189,6 +190,7 @@ def update_step(
         with clock.stage("optimizer"), meter.ledger("optimizer"):
             grad_norm = finalize(policy, gradients_or_nothing, optimizer, objective, comm)
     keeper.discard()
+    step.kernel_calls = policy.adapter.kernel_calls - calls_before
     report = _report(policy, step, gradient_scope, schedule, clock, grad_norm, keeper.walked, num_chunks, pages)
     return report if comm is None else report_over_ranks(report, step, comm, sent_before)
 
@@ -336,6 +338,7 @@ def _report(
         "gradient_page_tensors": pages.num_allocated,
         "most_graphs_alive": step.census.most_alive,
         **{name: step.tally[name] for name in COUNTED},
+        "kernel_calls": dict(step.kernel_calls),
         **asdict(schedule),
     }
     return StepReport(

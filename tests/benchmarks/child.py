@@ -22,7 +22,7 @@ PEAK_SIZE, PEAK_REPEATS = 1024, 12
 
 def measure(mode: str, case: Case, device: str = "cpu") -> dict[str, Any]:
     """CPU seconds (on CUDA: seconds between events) and peak bytes above what was live before the step."""
-    model = _prepared(mode, case, device)
+    model = prepared_model(mode, case, device)
     prompt, responses, advantages = _data(case, device)
     timer = _CudaTimer() if device == "cuda" else _CpuTimer()
     timer.start()
@@ -37,13 +37,13 @@ def count(mode: str, case: Case) -> int:
     """Operations of one step. Members of the whole-sequence modes cost the same, so one is counted."""
     alone = mode.startswith(("serial", "batched", "TRL"))
     counted = Case(case.family, case.prompt_tokens, 1) if alone else case
-    model = _prepared(mode, counted, "cpu")
+    model = prepared_model(mode, counted)
     data = counted.data()
     return count_flops(lambda: MODES[mode](model, *data)) * (case.group if alone else 1)
 
 
 def save_gradient(mode: str, case: Case, target: Path) -> None:
-    model = _prepared(mode, case, "cpu")
+    model = prepared_model(mode, case)
     MODES[mode](model, *case.data())
     torch.save({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, target)
 
@@ -62,8 +62,10 @@ def matmul_rate(device: str = "cpu") -> float:
     return 2 * PEAK_SIZE**3 / best
 
 
-def _prepared(mode: str, case: Case, device: str) -> Any:
+def prepared_model(mode: str, case: Case, device: str = "cpu") -> Any:
+    """A model on which the mode has run once, on a small case; its gradients stand where the measurement wants them."""
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # as the engine does within a step: the recurrence is slow for every mode without
     torch.backends.cuda.matmul.allow_tf32 = False
     model = case.model().to(device)
     prepare(model, mode)
@@ -97,7 +99,7 @@ class _CpuTimer:
 
 
 class _CudaTimer:
-    """Seconds between two events, and the caching allocator's peak. Written for a GPU; no run is recorded yet."""
+    """Seconds between two events, and the caching allocator's peak above the start. No run on a GPU is recorded yet."""
 
     def start(self) -> None:
         torch.cuda.synchronize()

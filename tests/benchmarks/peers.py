@@ -1,7 +1,7 @@
 """What others do with the same model, data and loss. Every mode leaves the same gradient in `.grad`.
 
-All peers get the linear-backward Gated DeltaNet kernel of this repository: with transformers' reference kernel, whose
-backward is quadratic in the sequence, the comparison would flatter us.
+All peers get the Gated DeltaNet kernel of this repository: with transformers' reference kernel, whose backward is
+quadratic in the sequence, the comparison would flatter us. All run with subnormal numbers flushed (child.py), too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Step = Callable[[Any, Tensor, list[Tensor], list[float]], None]
 
 
 def repair(model: Any) -> None:
-    """Give transformers' model the linear-backward kernel."""
+    """Give transformers' model this repository's kernel."""
     modeling = sys.modules[type(model).__module__]
     if hasattr(modeling, "torch_chunk_gated_delta_rule"):
         modeling.torch_chunk_gated_delta_rule = chunk_gated_delta_rule
@@ -104,7 +104,7 @@ def prepare_trl(model: Any) -> None:
     )
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        use_cpu=True,
+        use_cpu=model.device.type == "cpu",
         bf16=False,
         num_generations=2,
         per_device_train_batch_size=2,
@@ -162,11 +162,12 @@ def _through_layers(
 ) -> tuple[Tensor, list[Sequence[Tensor]]]:
     base = model.model
     hidden = base.embed_tokens(ids)
-    positions = torch.arange(start, start + ids.shape[1])[None]
+    positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
     rotary = base.rotary_emb(hidden, positions)
     mask = None
     if start:
-        mask = torch.ones(ids.shape[1], start + ids.shape[1], dtype=torch.bool).tril(start)[None, None]
+        mask = torch.ones(ids.shape[1], start + ids.shape[1], dtype=torch.bool, device=ids.device)
+        mask = mask.tril(start)[None, None]
     new_states = []
     for layer, state in zip(base.layers, states, strict=True):
         attends = getattr(layer, "block_type", "full_attention") == "full_attention"
@@ -219,7 +220,7 @@ def prefix_grouper(model: Any, prompt: Tensor, responses: list[Tensor], advantag
     )
     ids = torch.cat([prompt, *responses])[None]
     suffix = torch.arange(count, count + length)
-    positions = torch.cat([torch.arange(count), *[suffix] * len(responses)])[None]
+    positions = torch.cat([torch.arange(count), *[suffix] * len(responses)])[None].to(ids.device)
     hidden = model.model(
         input_ids=ids,
         position_ids=positions,

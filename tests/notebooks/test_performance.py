@@ -115,7 +115,7 @@ def test_targets_are_ratios_of_rows() -> None:
     share = found["full, % of the limit at 55.0 MB, 4k G8 (60 MB asked)"]
     assert share.value == pytest.approx(40.0)
     assert share.cells()[3] is False
-    assert "GFLOP/s" in share.cells()[4], "a target that is missed says why"
+    assert "matrix products" in share.cells()[4], "a target that is missed says why"
     absent = found["full / shared prefix, 4k G2, time"]
     assert (absent.met, absent.cells()[2]) == (None, "not recorded")
 

@@ -25,6 +25,7 @@ from workbench.ops.selected_attention import RowPage
 from workbench.ops.selection import fingerprint
 from workbench.state.pages import GradientPages, LayerState, NamedTensors, Page
 from workbench.state.placement import ON_DEVICE, RowSource
+from workbench.types import Tally
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,7 @@ class Adapter:
         check_config(self.config, type(self).handled, type(self).ignored, type(self).required)
         self.base: Any = causal_lm.model
         self.num_layers = len(self.base.layers)
+        self.kernel_calls: Tally = Tally()  # by kernel, since the adapter was made: which of several ran
 
     @property
     def vocab_size(self) -> int:

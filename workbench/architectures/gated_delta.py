@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from workbench.architectures.base import Adapter, ChunkRun, replaced
 from workbench.architectures.config_check import DECODER_FIELDS
 from workbench.architectures.stock_attention import ATTENTION_NAME, run_stock_layer
 from workbench.comm import Shard
-from workbench.ops.gated_delta import chunk_gated_delta_rule
+from workbench.ops.gated_delta import chunk_gated_delta_rule, rule_of
 from workbench.ops.sharded_gated_delta import over_ranks
 
 # The recurrence runs in this package's own kernel: that transformers' would be slow without flash-linear-attention is
@@ -86,18 +86,19 @@ class GatedDeltaAdapter(Adapter):
 
     @contextmanager
     def kernels(self, *, decoding: bool) -> Iterator[None]:
-        """Use this package's chunk rule where flash-linear-attention is not at hand.
+        """Use this package's rule, which takes flash-linear-attention's kernels where they serve, and count its calls.
 
-        Its backward is linear in the chunk, and single-token blocks go through it as well: the stock single-token
-        kernel is a different computation, so a block of one token would not score as it replays. Decoding keeps it.
+        Single-token blocks go through it as well: the stock single-token kernel is a different computation, so a block
+        of one token would not score as it replays. Decoding keeps it.
         """
         modeling = sys.modules[type(self.base).__module__]
-        chunk_rule = modeling.torch_chunk_gated_delta_rule
-        if self.base.embed_tokens.weight.device.type != "cuda" or find_spec("fla") is None:
-            chunk_rule = chunk_gated_delta_rule
-        step_rule = modeling.torch_recurrent_gated_delta_rule if decoding else chunk_rule
+        step_rule = modeling.torch_recurrent_gated_delta_rule if decoding else self._counted_rule
         with (
-            replaced(modeling, "torch_chunk_gated_delta_rule", chunk_rule),
+            replaced(modeling, "torch_chunk_gated_delta_rule", self._counted_rule),
             replaced(modeling, "torch_recurrent_gated_delta_rule", step_rule),
         ):
             yield
+
+    def _counted_rule(self, query: Tensor, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        self.kernel_calls[f"gated delta rule, {rule_of(query)}"] += 1
+        return chunk_gated_delta_rule(query, *inputs, **options)

@@ -44,6 +44,7 @@ def recurrence_flops_per_token(layer: Layer) -> int:
 
     Per value head and token: 2 C k each for k k^T, q k^T; C (k + v) for the triangular solve; 2 k k and 2 k v to make a
     step; 2 k k v / C to take it; 2 k v each for reading the state with q and w; 2 C v for the products within C.
+    Its backward is counted as two of these, like a product's; it is C (k + v) - 4 k k - 2 k k v / C different.
     """
     mixer = layer.mixer
     if not isinstance(mixer, GatedDelta):

@@ -65,25 +65,30 @@ def attention_bytes(mixer: Attention, request: Request, *, wide_norms: bool) -> 
     return total
 
 
-def recurrence_bytes(mixer: GatedDelta) -> int:
+def scan_bytes(mixer: GatedDelta) -> int:
     """The scan of `ops/gated_delta.py`, float32 throughout.
 
-    Per value head and token: 5 rows of the 64 x 64 sub-chunk matrices, 13 key-wide and 3 value-wide vectors; per
-    sub-chunk: the step matrix (key x key) and two states (key x value).
+    Per value head and token: 3 rows of the 64 x 64 sub-chunk matrices, query, key and state reader, value, new and
+    corrected value, gates; per sub-chunk: the state before it (key x value).
     """
-    per_token = 5 * SUB_CHUNK + 13 * mixer.key_dim + 3 * mixer.value_dim + 8
-    per_sub_chunk = mixer.key_dim * (mixer.key_dim + 2 * mixer.value_dim)
+    per_token = 3 * SUB_CHUNK + 3 * mixer.key_dim + 3 * mixer.value_dim + 8
+    per_sub_chunk = mixer.key_dim * mixer.value_dim
     return mixer.value_heads * FP32_BYTES * (per_token + per_sub_chunk // SUB_CHUNK)
 
 
 def padding_bytes(layer: Layer, tokens: int) -> int:
     """The scan pads a segment to whole sub-chunks; what it saves of the padding."""
-    return recurrence_bytes(layer.mixer) * (-tokens % SUB_CHUNK) if isinstance(layer.mixer, GatedDelta) else 0
+    return scan_bytes(layer.mixer) * (-tokens % SUB_CHUNK) if isinstance(layer.mixer, GatedDelta) else 0
 
 
 def gated_delta_state_bytes(mixer: GatedDelta, request: Request) -> int:
-    """What produces the state: the convolution's input and output, and the scan."""
-    return 2 * mixer.channels * request.compute_bytes + recurrence_bytes(mixer)
+    """What produces the state: the convolution's input and output, what the norms of q and k keep, and the scan.
+
+    In float32 the norms keep views of the convolution's activation, and with them the whole of it; else copies.
+    """
+    b = request.compute_bytes
+    normed = mixer.channels if b == FP32_BYTES else 2 * mixer.key_heads * mixer.key_dim
+    return 2 * mixer.channels * b + normed * FP32_BYTES + scan_bytes(mixer)
 
 
 def gated_delta_output_bytes(mixer: GatedDelta, request: Request) -> int:
