@@ -71,14 +71,14 @@ class StudyConfig:
     model: str = "tiny-hybrid-half"
     kind: str = "multi_key"
     prompt_tokens: int = 1024
-    num_steps: int = 24
+    num_steps: int = 20
     tuning_steps: int = 15
     prompts_per_step: int = 8
     group_size: int = 12  # 6 x 8 samples a step taught nothing in 20 steps (512 tokens, not recorded)
     num_tasks: int = 240
     num_held_out: int = 24
     held_out_samples: int = 4
-    eval_every: int = 12
+    eval_every: int = 10
     lora: int | None = 16
     chunk_tokens: int = 512
     reward: str = "exact_answer"
