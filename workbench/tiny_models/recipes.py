@@ -128,10 +128,10 @@ GLM_DSA = Recipe(
         "initializer_range": 0.06,  # 0.02, the default, is meant for wider layers
     },
     copying=((32, 32), (64, 64), (128, 64), (512, 64), (512, 128)),
-    copying_steps=1200,  # about 570 are needed
+    copying_steps=1200,  # about 900 are needed
     learning_rate=2e-3,
     adam_beta2=0.98,
-    max_steps=300,  # reaches the last length after about 110
+    max_steps=300,  # reaches the last length after about 50
     dialogue_share=0.6,
     cooldown_steps=70,
     index_steps=120,
