@@ -1,4 +1,7 @@
-"""What tests/test_ranks.py runs inside real ranks: every case once per world, its measurements returned as JSON."""
+"""What the tests of ranks run inside real ones: every case once per world, its measurements returned as JSON.
+
+Steps are here (tests/test_ranks.py), whole training runs in train_ranks_cases.py (tests/test_train_ranks.py).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tests import train_ranks_cases
 from tests.helpers import float64_arithmetic
 from workbench import (
     ObjectiveConfig,
@@ -442,4 +446,4 @@ def cases(world: World) -> dict[str, Case]:
     found["traffic"] = partial(traffic, world)
     if size == 2:
         found["swapped collectives"] = partial(swapped_collectives, world)
-    return found
+    return found | train_ranks_cases.cases(world)
