@@ -34,6 +34,7 @@ from workbench.errors import NonFiniteError, RanksDisagreeError, WorkbenchError
 from workbench.model_sources import tiny_model
 from workbench.ops.sharded_attention import attention_bytes_sent
 from workbench.parallel import gather_experts, open_mesh, shard_experts
+from workbench.planner import plan
 from workbench.replicas import tensor_hash
 
 ADVANTAGES = [1.0, -0.5, 0.25, -0.75]
@@ -247,6 +248,28 @@ def samples(world: World, family: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- bytes
 
 
+def carry(world: World, **overrides: int) -> dict[str, Any]:
+    """Peak bytes of the carry ledger on every rank, and what the planner says of the rank that has most.
+
+    From the third response on a sum of two carries' gradients is made beside the sum so far: the plan's 2 x.
+    """
+    policy = policy_of("qwen3_5", torch.float32, **overrides)
+    prompt, chunk, lengths = 40, 11, (5, 3, 2)
+    report = update_step(
+        policy, ids(prompt, 1), [ids(n, n) for n in lengths], advantages=[1.0, -1.0, 0.5], chunk_tokens=chunk,
+        comm=world.plain,
+    )  # fmt: skip
+    planned = plan(
+        policy.adapter.config.to_dict(), "H200", positions=prompt + max(lengths), group_size=3,
+        response_tokens=max(lengths), chunk_tokens=chunk, context_parallel=world.size, weights="fp32", training="full",
+        optimizer="none",
+    )  # fmt: skip
+    return {
+        "measured": every_rank(world.plain.context, report.memory["carry"], device(), tag="test"),
+        "planned": max(phase["carry"] + phase["boundary_carries"] for phase in planned.terms.values()),
+    }
+
+
 def traffic(world: World) -> dict[str, Any]:
     """Counted bytes of attention in capture and step, against the formula of ops/sharded_attention.py."""
     mesh, policy = world.plain, policy_of("qwen3", torch.float32)
@@ -444,6 +467,9 @@ def cases(world: World) -> dict[str, Case]:
     found["samples: hybrid"] = partial(samples, world, "qwen3_5")
     found["resident rows"] = partial(resident, world)
     found["traffic"] = partial(traffic, world)
+    found["carry: the first rank has most"] = partial(carry, world)
+    # one column of convolution tail is less than a head: on 3 ranks the last, with 2 of 4 heads, has most
+    found["carry: short tails"] = partial(carry, world, linear_conv_kernel_dim=2)
     if size == 2:
         found["swapped collectives"] = partial(swapped_collectives, world)
     return found | train_ranks_cases.cases(world)

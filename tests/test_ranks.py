@@ -129,6 +129,14 @@ def test_rows_are_spread_evenly(worlds, size: int) -> None:
     assert max(found["rows"]) - min(found["rows"]) <= 1
 
 
+@pytest.mark.parametrize(("size", "name"), names_of("carry"))
+def test_the_carry_is_what_the_planner_says_to_the_byte(worlds, size: int, name: str) -> None:
+    found = result_of(worlds, size, name)
+    assert max(found["measured"]) == found["planned"] > 0
+    most = size - 1 if (size, name) == (3, "carry: short tails") else 0
+    assert found["measured"].index(found["planned"]) == most
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_bytes_sent_are_the_formulas(worlds, size: int) -> None:
     for rank in range(size):
