@@ -5,7 +5,6 @@ Steps are here (tests/test_ranks.py), whole training runs in train_ranks_cases.p
 
 from __future__ import annotations
 
-import os
 import time
 import traceback
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests import train_ranks_cases
-from tests.helpers import float64_arithmetic
+from tests.helpers import device, float64_arithmetic
 from workbench import (
     ObjectiveConfig,
     Policy,
@@ -67,12 +66,6 @@ class World:
 
 def ids(count: int, seed: int) -> list[int]:
     return torch.randint(3, 101, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def device() -> torch.device:
-    """The CPU, or this rank's GPU (tests/gpu/check_ranks.py)."""
-    kind = os.environ.get("RANKS_DEVICE", "cpu")
-    return torch.device(kind, int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count() if kind == "cuda" else None)
 
 
 def policy_of(family: str, dtype: torch.dtype = torch.float64, **overrides: Any) -> Policy:

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from tests.helpers import train_adapter
+from tests.helpers import device, train_adapter
 from workbench import (
     ObjectiveConfig,
     Policy,
@@ -56,7 +56,7 @@ def policy_of(kind: str) -> Policy:
     options: dict[str, Any] = {}
     if kind in ("lora", "frozen"):
         options = {"lora": 2, "adapter_scope": "replay" if kind == "frozen" else "all"}
-    policy = load_policy(tiny_model(family, 3, **sizes).double(), dtype=torch.float64, **options)
+    policy = load_policy(tiny_model(family, 3, **sizes).to(device(), torch.float64), dtype=torch.float64, **options)
     if options:
         train_adapter(policy.model)
     policy.tokenizer = ByteTokenizer()
@@ -145,7 +145,7 @@ def same_run(
     found = run_of(policy, mesh, rewards, config, **given)
     summed = mesh.traffic().since(calls)["gradient presence"]["calls"]
     require_same_parameters(policy.trainable_parameters(), mesh, "weights after the run")
-    everyone = every_value(mesh.world, found, tag="test")
+    everyone = every_value(mesh.world, found, device(), tag="test")
     measured = {
         "lines_of_ranks_differ": sum(lines != found for lines in everyone),
         "sums": summed,
@@ -174,7 +174,7 @@ def same_run(
 def resumed(world: Any, dp: int) -> dict[str, Any]:
     """A run killed after step 2's checkpoint, with lines of later steps on disk, against one that nobody disturbed."""
     mesh = world.mesh(dp=dp)
-    folder = Path(every_value(mesh.world, tempfile.mkdtemp() if world.first else "", tag="test")[0])
+    folder = Path(every_value(mesh.world, tempfile.mkdtemp() if world.first else "", device(), tag="test")[0])
     options: dict[str, Any] = {
         "num_steps": 4, "checkpoint_every": 1, "keep_checkpoints": 9, "updates_per_batch": 2, "resume": True,
         "lr_scheduler_type": "cosine",
@@ -186,7 +186,7 @@ def resumed(world: Any, dp: int) -> dict[str, Any]:
         for late in ("step-00000003", "step-00000004"):
             shutil.rmtree(folder / "killed" / "checkpoints" / late)
         (folder / "killed" / "checkpoints" / ".writing-00000003").mkdir()
-    every_value(mesh.world, 0, tag="test")
+    every_value(mesh.world, 0, device(), tag="test")
     policy = policy_of("llama")
     again = run_of(policy, mesh, some_flat, config_of(output_dir=folder / "killed", **options))
     equal = [torch.equal(a, b) for a, b in zip(weights(policy), weights(undisturbed), strict=True)]

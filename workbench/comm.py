@@ -231,7 +231,7 @@ def every_value(comm: Comm, value: Any, device: torch.device | None = None, *, t
         return [value]
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     counts = every_rank(comm, text.numel(), device, tag=tag)
-    return [json.loads(bytes(part.tolist())) for part in comm.all_gather(text, counts, tag)]
+    return [json.loads(part.cpu().numpy().tobytes()) for part in comm.all_gather(text, counts, tag)]
 
 
 def require_agreement(comm: Comm | None, value: int, what: str, device: torch.device | None = None) -> None:

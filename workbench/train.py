@@ -132,6 +132,8 @@ class _Run:
                 parameter.grad = None
             record = self._record(status, error, time.perf_counter() - clock)
             self.trackers.finish()
+        # no rank returns before the first has written everything
+        self.ranks.require_same("where the run ended", self.position)
         return record
 
     def _record(self, status: str, error: str | None, seconds: float) -> RunRecord:
@@ -258,6 +260,7 @@ class _Run:
             with self._timed("capture"):
                 state = self.states.state_for(group.task.index, group.task.prompt_ids)
         age = 0 if state is None else self.states.age(state)
+        self.ranks.stage("update")
         report = update_step(
             self.policy,
             group.task.prompt_ids,
