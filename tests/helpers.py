@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,12 @@ VOCAB = 101  # of tiny models
 def token_ids(count: int, seed: int = 0) -> Tensor:
     """[count] ids of a tiny model's vocabulary, none of them special."""
     return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def device() -> torch.device:
+    """The CPU, or this rank's GPU (tests/gpu/check_ranks.py)."""
+    kind = os.environ.get("RANKS_DEVICE", "cpu")
+    return torch.device(kind, int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count() if kind == "cuda" else None)
 
 
 def tiny_policy(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Policy:

@@ -1,8 +1,10 @@
-"""What tests/test_ranks.py runs inside real ranks: every case once per world, its measurements returned as JSON."""
+"""What the tests of ranks run inside real ones: every case once per world, its measurements returned as JSON.
+
+Steps are here (tests/test_ranks.py), whole training runs in train_ranks_cases.py (tests/test_train_ranks.py).
+"""
 
 from __future__ import annotations
 
-import os
 import time
 import traceback
 from collections.abc import Callable
@@ -13,7 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.helpers import float64_arithmetic
+from tests import train_ranks_cases
+from tests.helpers import device, float64_arithmetic
 from workbench import (
     ObjectiveConfig,
     Policy,
@@ -30,6 +33,7 @@ from workbench.errors import NonFiniteError, RanksDisagreeError, WorkbenchError
 from workbench.model_sources import tiny_model
 from workbench.ops.sharded_attention import attention_bytes_sent
 from workbench.parallel import gather_experts, open_mesh, shard_experts
+from workbench.planner import plan
 from workbench.replicas import tensor_hash
 
 ADVANTAGES = [1.0, -0.5, 0.25, -0.75]
@@ -62,12 +66,6 @@ class World:
 
 def ids(count: int, seed: int) -> list[int]:
     return torch.randint(3, 101, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def device() -> torch.device:
-    """The CPU, or this rank's GPU (tests/gpu/check_ranks.py)."""
-    kind = os.environ.get("RANKS_DEVICE", "cpu")
-    return torch.device(kind, int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count() if kind == "cuda" else None)
 
 
 def policy_of(family: str, dtype: torch.dtype = torch.float64, **overrides: Any) -> Policy:
@@ -241,6 +239,28 @@ def samples(world: World, family: str) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- bytes
+
+
+def carry(world: World, **overrides: int) -> dict[str, Any]:
+    """Peak bytes of the carry ledger on every rank, and what the planner says of the rank that has most.
+
+    From the third response on a sum of two carries' gradients is made beside the sum so far: the plan's 2 x.
+    """
+    policy = policy_of("qwen3_5", torch.float32, **overrides)
+    prompt, chunk, lengths = 40, 11, (5, 3, 2)
+    report = update_step(
+        policy, ids(prompt, 1), [ids(n, n) for n in lengths], advantages=[1.0, -1.0, 0.5], chunk_tokens=chunk,
+        comm=world.plain,
+    )  # fmt: skip
+    planned = plan(
+        policy.adapter.config.to_dict(), "H200", positions=prompt + max(lengths), group_size=3,
+        response_tokens=max(lengths), chunk_tokens=chunk, context_parallel=world.size, weights="fp32", training="full",
+        optimizer="none",
+    )  # fmt: skip
+    return {
+        "measured": every_rank(world.plain.context, report.memory["carry"], device(), tag="test"),
+        "planned": max(phase["carry"] + phase["boundary_carries"] for phase in planned.terms.values()),
+    }
 
 
 def traffic(world: World) -> dict[str, Any]:
@@ -440,6 +460,9 @@ def cases(world: World) -> dict[str, Case]:
     found["samples: hybrid"] = partial(samples, world, "qwen3_5")
     found["resident rows"] = partial(resident, world)
     found["traffic"] = partial(traffic, world)
+    found["carry: the first rank has most"] = partial(carry, world)
+    # one column of convolution tail is less than a head: on 3 ranks the last, with 2 of 4 heads, has most
+    found["carry: short tails"] = partial(carry, world, linear_conv_kernel_dim=2)
     if size == 2:
         found["swapped collectives"] = partial(swapped_collectives, world)
-    return found
+    return found | train_ranks_cases.cases(world)

@@ -20,8 +20,8 @@ LAYERS = (
     "replicas gradients capture walk replay prompt_gradient rollout step budget walk_checkpoint",
     "finalize update",
     "drift refresh reuse",
-    "train_config train_batch train_metrics evaluate train_states checkpoint train_output train_trackers train "
-    "calibration",
+    "train_config train_batch train_metrics train_ranks evaluate train_states train_optimizer checkpoint train_output "
+    "train_trackers train calibration",
     "validation",
     "workbench",
     "pictures publish figures tiny_models studies plan_study plan_figures architecture_study architecture_figures "

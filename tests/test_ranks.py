@@ -16,7 +16,6 @@ import torch
 from tests.ranks_cases import cases
 from workbench import InvalidInputError, Policy, UnsupportedModelError, capture_prompt, update_step
 from workbench.comm import OneProcess, Shard, digest, shard_of
-from workbench.launch import launch
 from workbench.model_sources import tiny_model
 from workbench.ops.sharded_gated_delta import head_ranges
 from workbench.parallel import MeshSizes, open_mesh
@@ -32,32 +31,12 @@ class _Named:
         self.size = size
 
 
-def _names(kind: str) -> list[tuple[int, str]]:
+def names_of(kind: str) -> list[tuple[int, str]]:
     listed = [(size, name) for size in SIZES for name in cases(_Named(size))]  # type: ignore[arg-type]
     return [(size, name) for size, name in listed if name.startswith(kind)]
 
 
-@pytest.fixture(scope="session")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, list[dict[str, Any]]]:
-    """{ranks: every rank's results}, each world started when first asked for."""
-    return _Worlds(tmp_path_factory)
-
-
-class _Worlds(dict[int, list[dict[str, Any]]]):
-    def __init__(self, factory: pytest.TempPathFactory) -> None:
-        super().__init__()
-        self._factory = factory
-
-    def __missing__(self, size: int) -> list[dict[str, Any]]:
-        folder = self._factory.mktemp(f"ranks-{size}")
-        # in the small world every collective is compared between ranks before it runs
-        done = launch("tests.ranks_cases:run", {"debug": size == 2}, ranks=size, folder=folder)
-        assert f"mesh: dp 1 x cp {size} = {size} ranks" in (done.folder / "rank-0.log").read_text()
-        self[size] = list(done.values)
-        return self[size]
-
-
-def _result(worlds: Mapping[int, list[dict[str, Any]]], size: int, name: str, rank: int = 0) -> dict[str, Any]:
+def result_of(worlds: Mapping[int, list[dict[str, Any]]], size: int, name: str, rank: int = 0) -> dict[str, Any]:
     results = worlds[size][rank]
     if name not in results:
         failed = next((case for case, found in results.items() if "failed" in found), "nothing")
@@ -66,9 +45,9 @@ def _result(worlds: Mapping[int, list[dict[str, Any]]], size: int, name: str, ra
     return results[name]
 
 
-@pytest.mark.parametrize(("size", "name"), _names("gradient"))
+@pytest.mark.parametrize(("size", "name"), names_of("gradient"))
 def test_gradients_are_those_of_one_process(worlds, size: int, name: str) -> None:
-    found = _result(worlds, size, name)
+    found = result_of(worlds, size, name)
     # Measured at 2, 3 and 4 ranks, x86-64, float64 (float32): gradient of the worst parameter 6.4e-14 (6.5e-6), loss
     # 2.8e-17 (0), norm 3.0e-15 (4.4e-7), log-probs 8.0e-15 (3.3e-6). The order of sums changes with the ranks.
     float32 = "float32" in name
@@ -81,24 +60,24 @@ def test_gradients_are_those_of_one_process(worlds, size: int, name: str) -> Non
     assert all(worlds[size][rank][name]["loss"] == found["loss"] for rank in range(size))
 
 
-@pytest.mark.parametrize(("size", "name"), _names("data parallel"))
+@pytest.mark.parametrize(("size", "name"), names_of("data parallel"))
 def test_prompts_of_data_ranks_are_one_step(worlds, size: int, name: str) -> None:
-    found = _result(worlds, size, name)
+    found = result_of(worlds, size, name)
     assert found["error"] <= 1e-12  # measured 8.6e-15
     assert found["loss_error"] <= 1e-14  # measured 0
     assert found["level"] == 3
 
 
-@pytest.mark.parametrize(("size", "name"), _names("AdamW"))
+@pytest.mark.parametrize(("size", "name"), names_of("AdamW"))
 def test_replicas_stay_equal_through_updates(worlds, size: int, name: str) -> None:
-    found = _result(worlds, size, name)
+    found = result_of(worlds, size, name)
     assert found["replicas_differ"] == 0
     # Of how far weights moved; AdamW divides by |g|, so rounding of tiny gradients grows. Measured 5.6e-13.
     assert found["error"] <= 1e-10
 
 
 def test_every_family_of_parameters_is_accounted_for(worlds) -> None:
-    audit = _result(worlds, 4, "gradient: experts over half the ranks")["reduction"]
+    audit = result_of(worlds, 4, "gradient: experts over half the ranks")["reduction"]
     assert audit["mlp.experts.gate_up_proj"]["summed_over"] == 2, "two ranks hold the same slice"
     assert {entry["summed_over"] for family, entry in audit.items() if "experts.gate" not in family} >= {4}
     assert audit["self_attn.kv_b_proj.weight"]["ranks_with_gradient"] == 4
@@ -109,7 +88,7 @@ def test_every_family_of_parameters_is_accounted_for(worlds) -> None:
 
 def test_an_owner_that_forgets_would_be_seen(worlds) -> None:
     """K/V gradients kept for own queries only, the paper's defect: the comparison above is sharp enough."""
-    assert _result(worlds, 2, "refused: forgetful_owner")["error"] > 0.05
+    assert result_of(worlds, 2, "refused: forgetful_owner")["error"] > 0.05
 
 
 @pytest.mark.parametrize(
@@ -125,35 +104,43 @@ def test_an_owner_that_forgets_would_be_seen(worlds) -> None:
 )
 def test_disagreement_is_an_error_on_every_rank(worlds, name: str, message: str) -> None:
     for rank in range(2):
-        error = _result(worlds, 2, name, rank)["error"]
+        error = result_of(worlds, 2, name, rank)["error"]
         assert error is not None
         assert message in error
 
 
-@pytest.mark.parametrize(("size", "name"), _names("samples"))
+@pytest.mark.parametrize(("size", "name"), names_of("samples"))
 def test_sampling_gives_the_same_ids(worlds, size: int, name: str) -> None:
     for rank in range(size):
-        found = _result(worlds, size, name, rank)
+        found = result_of(worlds, size, name, rank)
         assert found["same_ids"]
         assert found["different"] > 1
         assert found["logprob_error"] <= 2e-5  # float32; measured 4e-6
 
 
 def test_scores_are_those_of_one_process(worlds) -> None:
-    assert _result(worlds, 2, "scores: sparse")["error"] <= 1e-13
+    assert result_of(worlds, 2, "scores: sparse")["error"] <= 1e-13
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_rows_are_spread_evenly(worlds, size: int) -> None:
-    found = _result(worlds, size, "resident rows")
+    found = result_of(worlds, size, "resident rows")
     assert sum(found["rows"]) == found["positions"]
     assert max(found["rows"]) - min(found["rows"]) <= 1
+
+
+@pytest.mark.parametrize(("size", "name"), names_of("carry"))
+def test_the_carry_is_what_the_planner_says_to_the_byte(worlds, size: int, name: str) -> None:
+    found = result_of(worlds, size, name)
+    assert max(found["measured"]) == found["planned"] > 0
+    most = size - 1 if (size, name) == (3, "carry: short tails") else 0
+    assert found["measured"].index(found["planned"]) == most
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_bytes_sent_are_the_formulas(worlds, size: int) -> None:
     for rank in range(size):
-        found = _result(worlds, size, "traffic", rank)
+        found = result_of(worlds, size, "traffic", rank)
         assert found["counted"] == found["predicted"] > 0
         assert found["in_report"] == found["in_total"], "the report counts every byte"
         exact = 2 * found["elements"] * (size - 1) / size * 4

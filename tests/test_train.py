@@ -28,6 +28,7 @@ from workbench import (
     evaluate,
     load_policy,
     train,
+    train_optimizer,
     update_step,
 )
 from workbench.model_sources import ByteTokenizer, tiny_model
@@ -143,7 +144,7 @@ def test_every_update_of_a_run_is_the_oracles(loss: str, scale: str, scope: str,
         train_adapter(policy.model)
     batches: list[Batch] = []
     errors: list[float] = []
-    make_batch, apply = train_module.make_batch, train_module.apply_gradients
+    make_batch, apply = train_module.make_batch, train_optimizer.apply_gradients
 
     def spied_batch(*args: Any) -> Batch:
         batches.append(make_batch(*args))
@@ -157,7 +158,7 @@ def test_every_update_of_a_run_is_the_oracles(loss: str, scale: str, scope: str,
         apply(policy, optimizer, **more)
 
     monkeypatch.setattr(train_module, "make_batch", spied_batch)
-    monkeypatch.setattr(train_module, "apply_gradients", checked_apply)
+    monkeypatch.setattr(train_optimizer, "apply_gradients", checked_apply)
     config = config_of(
         objective=ObjectiveConfig(loss=loss, advantage_scale=scale),
         updates_per_batch=2,

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests import oracle
 from tests.helpers import token_ids
-from workbench import ObjectiveConfig, Policy, TrainConfig, load_policy, train
+from workbench import ObjectiveConfig, Policy, TrainConfig, load_policy, train, train_optimizer
 from workbench.model_sources import tiny_model
 
 trl = pytest.importorskip("trl", reason="needs trl, of the `dev` extra")
@@ -46,14 +46,14 @@ def even_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def our_run(policy: Policy, monkeypatch: Any) -> tuple[list[Any], list[float], list[oracle.Gradients]]:
     batches: list[Any] = []
     gradients: list[oracle.Gradients] = []
-    make_batch, apply = train_module.make_batch, train_module.apply_gradients
+    make_batch, apply = train_module.make_batch, train_optimizer.apply_gradients
     monkeypatch.setattr(train_module, "make_batch", lambda *a: batches.append(make_batch(*a)) or batches[-1])
 
     def spied_apply(policy: Policy, *args: Any, **options: Any) -> None:
         gradients.append({n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None})
         apply(policy, *args, **options)
 
-    monkeypatch.setattr(train_module, "apply_gradients", spied_apply)
+    monkeypatch.setattr(train_optimizer, "apply_gradients", spied_apply)
     config = TrainConfig(
         num_steps=STEPS,
         prompts_per_step=PROMPTS_PER_STEP,

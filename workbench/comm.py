@@ -10,10 +10,11 @@ and empty parts need no negotiation. Every collective has a tag; a debug mode co
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -82,6 +83,10 @@ def _nowhere(stage: str) -> None:
     pass
 
 
+def _unchanged(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The axes over which one step runs; num_ranks = data.size x context.size, and experts.size divides context.size.
@@ -89,7 +94,9 @@ class Mesh:
     world: all ranks. data: ranks that hold the same tokens of different prompts. context: the ranks that share one
     prompt's tokens. experts: the ranks that share one set of expert weights (consecutive ranks of a context axis).
     expert_replicas: the ranks that hold the same expert weights.
-    on_stage: is told the stage that begins. verified: {policy: weight version} of replicas that were compared.
+    on_stage: is told the stage that begins. prepare_optimizer: what accelerate makes of an optimizer over these ranks.
+    verified: {policy: weight version} of replicas that were compared.
+    sums_gradients: False for one group of an accumulated step (`for_accumulation`).
     """
 
     world: Comm = field(default_factory=OneProcess)
@@ -98,7 +105,19 @@ class Mesh:
     experts: Comm = field(default_factory=OneProcess)
     expert_replicas: Comm = field(default_factory=OneProcess)
     on_stage: Callable[[str], None] = field(default=_nowhere, repr=False, compare=False)
+    prepare_optimizer: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] = field(
+        default=_unchanged, repr=False, compare=False
+    )
     verified: WeakKeyDictionary[object, int] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
+    sums_gradients: bool = True
+
+    def for_accumulation(self) -> Mesh:
+        """The context ranks of one group of a step of several: each keeps its own part of the gradient in `.grad`.
+
+        Nothing here waits for other data ranks, which may have another number of groups. After the last group
+        `finalize.sum_gradients` sums over the whole mesh, once.
+        """
+        return replace(self, world=self.context, data=OneProcess(), expert_replicas=OneProcess(), sums_gradients=False)
 
     def comms(self) -> tuple[Comm, ...]:
         return self.world, self.data, self.context, self.experts, self.expert_replicas
@@ -204,6 +223,15 @@ def every_rank(comm: Comm | None, value: Number, device: torch.device | None = N
         return [value]
     own = torch.tensor([value], dtype=torch.float64 if isinstance(value, float) else torch.int64, device=device)
     return torch.cat(comm.all_gather(own, [1] * comm.size, tag)).tolist()
+
+
+def every_value(comm: Comm, value: Any, device: torch.device | None = None, *, tag: str) -> list[Any]:
+    """A value that JSON knows, of every rank, in rank order; floats keep their bits, tuples come back as lists."""
+    if comm.size == 1:
+        return [value]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    counts = every_rank(comm, text.numel(), device, tag=tag)
+    return [json.loads(part.cpu().numpy().tobytes()) for part in comm.all_gather(text, counts, tag)]
 
 
 def require_agreement(comm: Comm | None, value: int, what: str, device: torch.device | None = None) -> None:

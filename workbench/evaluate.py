@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from workbench.capture import capture_prompt
-from workbench.inputs import check_positive, entry_point
+from workbench.comm import Mesh
+from workbench.inputs import check_positive, check_ranks, entry_point
 from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.rewards import check_rewards
@@ -20,6 +21,8 @@ from workbench.train_batch import (
     reward_responses,
 )
 from workbench.train_metrics import reward_metrics
+from workbench.train_ranks import TrainRanks
+from workbench.types import Response
 
 
 @entry_point
@@ -35,15 +38,20 @@ def evaluate(
     chunk_tokens: int = 1024,
     reward_weights: Sequence[float] | None = None,
     seed: int = 0,
+    comm: Mesh | None = None,
 ) -> dict[str, Any]:
     """Rewards of `num_samples` sampled responses to every task: means and deviations by function, lengths, truncation.
 
     tasks, rewards, reward_weights: as in `train`. The same seed draws the same random numbers whatever the weights, so
-    evaluations along a run compare like with like. Raises InvalidInputError before any work.
+    evaluations along a run compare like with like. comm: the mesh of ranks: data ranks divide the tasks, context ranks
+    share each, and all get the result of one process. Raises InvalidInputError before any work.
     """
     check_rewards(rewards, reward_weights)
+    check_ranks(policy, comm)
+    ranks = TrainRanks(policy, comm)
+    ranks.require_same_weights()
     return evaluate_tasks(
-        policy,
+        ranks,
         read_checked_tasks(policy, tasks, rewards),
         rewards,
         num_samples=num_samples,
@@ -57,7 +65,7 @@ def evaluate(
 
 
 def evaluate_tasks(
-    policy: Policy,
+    ranks: TrainRanks,
     tasks: Sequence[Task],
     rewards: RewardFunctions,
     *,
@@ -71,22 +79,28 @@ def evaluate_tasks(
 ) -> dict[str, Any]:
     """`evaluate` of tasks that are checked already."""
     check_positive("num_samples", num_samples)
-    responses = []
-    for task in progress(tasks, "evaluate", unit="task"):
-        state = capture_prompt(policy, task.prompt_ids, chunk_tokens=chunk_tokens, keep_boundaries=False)
-        responses.append(
-            sample_responses(
-                policy,
-                state,
-                num_samples,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                eos_token_ids=eos_token_ids,
-                seed=derived_seed(seed, "evaluate", task.index),
-            )
+    ranks.stage("evaluate")
+    policy = ranks.policy
+    own: dict[int, list[Response]] = {}
+    for task in progress([t for t in tasks if ranks.takes(t.index, len(tasks))], "evaluate", unit="task"):
+        state = capture_prompt(
+            policy, task.prompt_ids, chunk_tokens=chunk_tokens, keep_boundaries=False, comm=ranks.of_a_prompt
+        )
+        own[task.index] = sample_responses(
+            policy,
+            state,
+            num_samples,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            eos_token_ids=eos_token_ids,
+            seed=derived_seed(seed, "evaluate", task.index),
         )
         del state
-    table = reward_responses(policy, tasks, responses, rewards, reward_weights, SimpleNamespace(global_step=None))
+    responses = ranks.all_responses(own)
+    untrained = SimpleNamespace(global_step=None)
+    table = ranks.rewards_of_first(
+        lambda: reward_responses(policy, tasks, responses, rewards, reward_weights, untrained)
+    )
     lengths = [len(response) for group in responses for response in group]
     return {
         **reward_metrics(table),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,11 +18,23 @@ from workbench.types import StepReport
 
 def sum_over_ranks(policy: Policy, step: Step, comm: Mesh) -> None:
     """Gradients and loss summed over ranks, and compared: what a rank reports is what every rank has."""
-    named = policy.trainable_parameters()
-    step.reduction = reduce_gradients(named, comm)
+    if not comm.sums_gradients:  # a group of several: `sum_gradients` follows the last one
+        return
+    step.reduction = sum_gradients(policy, comm)
     step.loss = sum(every_rank(comm.data, step.loss, policy.device, tag="loss"))
-    require_same_parameters(named, comm, "gradients", gradients=True)
     require_agreement(comm.world, digest(step.loss), "the loss", policy.device)
+
+
+def sum_gradients(policy: Policy, comm: Mesh) -> dict[str, dict[str, Any]]:
+    """Sum what every rank has in `.grad`, once, in rank order; then all have the same bits, or it is an error.
+
+    Every rank calls it once per update: also one whose groups had nothing to learn from and that has no gradient.
+    Returns the audit of `reduce_gradients`.
+    """
+    named = policy.trainable_parameters()
+    audit = reduce_gradients(named, comm)
+    require_same_parameters(named, comm, "gradients", gradients=True)
+    return audit
 
 
 def finalize(
@@ -30,8 +44,11 @@ def finalize(
     objective: ObjectiveConfig,
     comm: Mesh | None,
 ) -> float:
-    """Check and merge gradients, clip, call the optimizer; returns the norm of this step's own gradient."""
-    norm = gradient_norm(policy, comm)
+    """Check and merge gradients, clip, call the optimizer; returns the norm of this step's own gradient.
+
+    A rank's own part of a gradient has no norm to speak of (NaN): it is the sum that must be finite.
+    """
+    norm = gradient_norm(policy, comm) if comm is None or comm.sums_gradients else math.nan
     gradients.merge()
     if optimizer is not None:
         apply_gradients(policy, optimizer, max_grad_norm=objective.max_grad_norm, comm=comm)
@@ -77,4 +94,5 @@ def report_over_ranks(report: StepReport, step: Step, comm: Mesh, before: Traffi
         "communication": by_purpose,
         "gradient_reduction": step.reduction,
     }
-    return replace(report, counters=counters, level=3 if comm.world.size > 1 else 1)
+    agreed = comm.world.size > 1 and comm.sums_gradients
+    return replace(report, counters=counters, level=3 if agreed else 1)

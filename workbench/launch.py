@@ -4,7 +4,8 @@ Each rank is a process of its own (`workbench.parallel.worker`): a notebook's ke
 of it could not. Their output goes to `rank-<r>.log` in a folder of the launch; rank 0's progress is one line of the
 notebook that updates in place. The first rank that fails ends all, and its own traceback is the error. A rank that dies
 is noticed at once; a rank that makes no progress, and keeps the others waiting, after `stall_seconds`. Whatever happens
-here (an error, Ctrl-C, a killed kernel), no rank stays behind.
+here (an error, Ctrl-C, a killed kernel), no rank stays behind; after an error or Ctrl-C each has a moment to write down
+how it ended.
 
 For several machines use `accelerate launch` or torchrun with the same function; docs/many_ranks.md says how.
 """
@@ -37,6 +38,7 @@ START_SECONDS = 300.0  # importing torch and loading a model come before the fir
 _POLL_SECONDS = 0.05
 _SHOW_SECONDS = 0.5
 _GRACE_SECONDS = 1.0  # for the other ranks to say what they saw
+_END_SECONDS = 3.0  # for a rank that is told to end to write its record
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def launch(
         error = str(found).splitlines()[0]
         raise
     finally:
-        run.end()
+        run.end(signal.SIGINT if status == "interrupted" else signal.SIGTERM)
         finished = datetime.now(UTC).isoformat(timespec="seconds")
         write_record(place / "launch.json", {**request, "status": status, "error": error, "finished_at": finished})
 
@@ -180,14 +182,21 @@ class _Run:
                 line.show(f"{self.ranks} ranks, {now - self.began:.0f} s; rank 0: {statuses[0].what}")
             time.sleep(_POLL_SECONDS)
 
-    def end(self) -> None:
-        """Kill what still runs, each with whatever it started."""
-        for process in self.processes:
-            if process.poll() is None:
+    def end(self, how: signal.Signals) -> None:
+        """Tell what still runs to end, as it would be told alone; then kill it, with whatever it started."""
+        running = [process for process in self.processes if process.poll() is None]
+        deadline = time.monotonic() + _END_SECONDS
+        try:
+            for process in running:
+                process.send_signal(how)
+            while time.monotonic() < deadline and any(process.poll() is None for process in running):
+                time.sleep(_POLL_SECONDS)
+        finally:  # a second Ctrl-C does not wait
+            for process in running:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-        for process in self.processes:
-            process.wait()
+            for process in self.processes:
+                process.wait()
 
     def _statuses(self) -> list[RankStatus]:
         return [read_status(self.folder / f"status-{rank}") for rank in range(self.ranks)]

@@ -16,7 +16,7 @@ def progress(items: Iterable[Item], description: str, *, total: int | None = Non
     """Iterate with a bar that appears after a few seconds and leaves nothing behind.
 
     Silent inside a recorded notebook run (the runner sets LONGSTRAW_RUN_DIR), where a bar would only leave its first
-    state in the executed notebook.
+    state in the executed notebook, and on every rank but the first.
     """
     return iter(
         tqdm(
@@ -26,6 +26,6 @@ def progress(items: Iterable[Item], description: str, *, total: int | None = Non
             unit=unit,
             leave=False,
             delay=SHOW_AFTER_SECONDS,
-            disable="LONGSTRAW_RUN_DIR" in os.environ,
+            disable="LONGSTRAW_RUN_DIR" in os.environ or os.environ.get("RANK", "0") != "0",
         )
     )

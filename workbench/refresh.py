@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from workbench.capture import capture_prompt
+from workbench.comm import Mesh, digest, require_agreement
 from workbench.errors import InvalidInputError, StaleStateError
-from workbench.inputs import Ids, check_positive, check_prompt, check_responses, check_temperature
+from workbench.inputs import Ids, check_positive, check_prompt, check_ranks, check_responses, check_temperature
 from workbench.policy import Policy
 from workbench.replay import score_responses
 from workbench.state.resident import ResidentState
@@ -161,6 +162,7 @@ class PromptReuse:
         placement: str = "device",
         keep_boundaries: bool = False,
         temperature: float = 1.0,
+        comm: Mesh | None = None,
     ) -> None:
         if not isinstance(refresh, RefreshPolicy):
             raise InvalidInputError(f"refresh={refresh!r} is not a RefreshPolicy, such as RefreshPolicy(interval=4)")
@@ -171,7 +173,9 @@ class PromptReuse:
             "chunk_tokens": chunk_tokens,
             "placement": placement,
             "keep_boundaries": keep_boundaries,
+            "comm": comm,
         }
+        self._ranks = check_ranks(policy, comm)
         self._state: ResidentState | None = None
         self._captured_version = 0
         self._captured_weights: list[Tensor] = []
@@ -191,8 +195,13 @@ class PromptReuse:
         return self._decisions[-1] if self._decisions else None
 
     def state_for_step(self) -> ResidentState:
-        """The state to use at the current weights: the one in hand, or a fresh capture. Decides once a call."""
+        """The state to use at the current weights: the one in hand, or a fresh capture. Decides once a call.
+
+        Ranks that share the prompt (comm=) call together, and must decide the same.
+        """
         decision = self._decide()
+        what = "whether the prompt is captured again"
+        require_agreement(self._ranks, digest(decision.refresh), what, self._policy.device)
         if decision.refresh:
             decision = self._replace_state(decision)
         self._decisions.append(decision)

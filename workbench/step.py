@@ -218,6 +218,18 @@ def check_options(
             "a parameter has a post-accumulate-grad hook: it would run once for every block and chunk, on parts of the "
             "gradient; remove it, and use the gradient after the step"
         )
+    _check_optimizer(optimizer, objective, comm, trainable)
+    _check_reference(policy, objective)
+
+
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer | None, objective: ObjectiveConfig, comm: Mesh | None, trainable: set[int]
+) -> None:
+    if optimizer is not None and comm is not None and not comm.sums_gradients:
+        raise InvalidInputError(
+            "an optimizer with a mesh for_accumulation() would step on this rank's part of the gradient; leave it out, "
+            "then finalize.sum_gradients and apply_gradients with the whole mesh"
+        )
     if optimizer is None:
         if objective.max_grad_norm is not None:
             raise InvalidInputError("max_grad_norm reaches nothing without an optimizer")
@@ -227,7 +239,6 @@ def check_options(
         )
     elif not trainable & {id(p) for group in optimizer.param_groups for p in group["params"]}:
         raise InvalidInputError("the optimizer holds none of the policy's trainable parameters")
-    _check_reference(policy, objective)
 
 
 def _check_reference(policy: Policy, objective: ObjectiveConfig) -> None:

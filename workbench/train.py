@@ -16,20 +16,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from transformers import get_scheduler
-
+from workbench.comm import Mesh
 from workbench.errors import InvalidInputError
 from workbench.evaluate import evaluate_tasks
-from workbench.finalize import apply_gradients, gradient_norm
 from workbench.inputs import entry_point
 from workbench.policy import Policy
 from workbench.progress import progress
-from workbench.records import RunRecord, provenance
+from workbench.records import RunRecord
 from workbench.rewards import check_rewards
 from workbench.rollout import sample_responses
 from workbench.train_batch import (
@@ -44,11 +40,13 @@ from workbench.train_batch import (
     task_order,
 )
 from workbench.train_config import TrainConfig
-from workbench.train_metrics import batch_metrics, measured_metrics, update_metrics
+from workbench.train_metrics import GroupUpdate, batch_metrics, measured_metrics, update_metrics
+from workbench.train_optimizer import RunOptimizer
 from workbench.train_output import Position, RunOutput
+from workbench.train_ranks import TrainRanks, open_train_ranks, require_same_run
 from workbench.train_states import StateStore
 from workbench.train_trackers import Trackers
-from workbench.types import StepReport
+from workbench.types import Response
 from workbench.update import update_step
 
 
@@ -60,18 +58,23 @@ def train(
     *,
     config: TrainConfig,
     eval_tasks: Any = None,
+    comm: Mesh | None = None,
 ) -> RunRecord:
     """Train the policy's trainable parameters on tasks by group-relative policy optimisation.
 
     tasks: mappings with a column `prompt` (text or chat messages) and whatever columns the rewards read: a list, a
         `datasets.Dataset` or a JSONL file. rewards: one or several functions of TRL's signature.
     eval_tasks: held-out tasks, for config.eval_every.
+    comm: the mesh of ranks (workbench.parallel.open_mesh); every rank calls with the same arguments. Data ranks divide
+        the prompts of a step, context ranks share each (train_ranks.py). Responses, rewards and metrics are those of
+        one process; every rank ends with bitwise the same weights. Rank 0 calls the rewards and writes.
 
     The policy is left trained, in the state of its last update. Ctrl-C ends the run with a record of status
-    "interrupted"; any other error is raised after the record says "failed". The record's results hold the curves;
+    "interrupted" (over ranks it is raised again: they stopped at different places); any other error is raised after
+    the record says "failed". The record's results hold the curves;
     metrics of every update are in output_dir/metrics.jsonl, or under "metrics" if there is no output_dir.
     Raises InvalidInputError before any work for a task without what the rewards need, a tokenizer that does not fit,
-    an output_dir in use, a checkpoint of another run.
+    an output_dir in use, a checkpoint of another run, and what ranks cannot do; RanksDisagreeError.
     """
     if not isinstance(config, TrainConfig):
         raise InvalidInputError(f"config is a {type(config).__name__}; give TrainConfig(num_steps=..., ...)")
@@ -80,7 +83,8 @@ def train(
     check_rewards(rewards, config.reward_weights)
     checked = read_checked_tasks(policy, tasks, rewards)
     held_out = None if eval_tasks is None else read_checked_tasks(policy, eval_tasks, rewards, "eval_tasks")
-    run = _Run(policy, checked, rewards, config, held_out)
+    ranks = open_train_ranks(policy, config, comm)
+    run = _Run(ranks, checked, rewards, config, held_out)
     return run.to_the_end()
 
 
@@ -89,60 +93,51 @@ class _Run:
 
     def __init__(
         self,
-        policy: Policy,
+        ranks: TrainRanks,
         tasks: list[Task],
         rewards: RewardFunctions,
         config: TrainConfig,
         eval_tasks: list[Task] | None,
     ) -> None:
-        self.policy, self.tasks, self.rewards, self.config, self.eval_tasks = policy, tasks, rewards, config, eval_tasks
-        parameters = [p for _, p in policy.trainable_parameters()]
-        if not parameters:
-            raise InvalidInputError("the policy has no trainable parameter: nothing would learn")
-        if any(p.grad is not None for p in parameters):
-            raise InvalidInputError("the policy has gradients from earlier work; optimizer.zero_grad() before train()")
-        self.optimizer = torch.optim.AdamW(
-            parameters,
-            lr=config.learning_rate,
-            betas=config.adam_betas,
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-        )
-        self.scheduler = get_scheduler(
-            config.lr_scheduler_type,
-            self.optimizer,
-            num_warmup_steps=config.warmup_steps,
-            num_training_steps=config.num_steps * config.updates_per_batch,
-            scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs) or None,
-        )
-        self.states = StateStore(policy, config)
+        self.ranks, self.policy = ranks, ranks.policy
+        self.tasks, self.rewards, self.config, self.eval_tasks = tasks, rewards, config, eval_tasks
+        self.optimizer = RunOptimizer(self.policy, config, ranks.mesh)
+        self.states = StateStore(self.policy, config, ranks.of_a_prompt)
         self.task_at = task_order(len(tasks), config.seed)
-        self.output = RunOutput(policy, tasks, config)
-        self.position = self.output.start(self.optimizer, self.scheduler)
-        self.first_version = policy.weight_version - self.position.weight_version
-        self.trackers = Trackers(config.trackers, self.output.folder, config.identity())
-        self.provenance = provenance()
+        self.output = RunOutput(self.policy, tasks, config, writes=ranks.first)
+        require_same_run(ranks, config, tasks, eval_tasks)  # every rank has looked at the folder before one writes
+        self.position = self.output.start(self.optimizer.torch_optimizer, self.optimizer.scheduler)
+        ranks.require_same("the checkpoint in output_dir, which every rank must see", self.position)
+        ranks.require_same_weights()
+        self.first_version = self.policy.weight_version - self.position.weight_version
+        self.trackers = Trackers(config.trackers if ranks.first else (), self.output.folder, config.identity())
         self.seconds: dict[str, float] = {}  # of the update in work
 
     def to_the_end(self) -> RunRecord:
-        started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+        clock = time.perf_counter()
         status, error = "failed", None
-        self.output.record(self._record("running", None, started, 0.0))
+        self._record("running", None, 0.0)
         try:
             self._steps()
             status = "completed"
         except KeyboardInterrupt:
             status, error = "interrupted", f"KeyboardInterrupt in step {self.position.step}"
+            if self.ranks.several:
+                raise
         except BaseException as problem:
             error = f"{type(problem).__name__}: {problem}"
             raise
         finally:
             for _, parameter in self.policy.trainable_parameters():
                 parameter.grad = None
-            record = self._record(status, error, started, time.perf_counter() - clock)
-            self.output.record(record)
+            record = self._record(status, error, time.perf_counter() - clock)
             self.trackers.finish()
+        # no rank returns before the first has written everything
+        self.ranks.require_same("where the run ended", self.position)
         return record
+
+    def _record(self, status: str, error: str | None, seconds: float) -> RunRecord:
+        return self.output.record(status, error, self.position.step, seconds, self.ranks.degrees)
 
     def _steps(self) -> None:
         config = self.config
@@ -166,12 +161,18 @@ class _Run:
         """Updates since the run began that changed the weights."""
         return self.policy.weight_version - self.first_version
 
+    def _takes(self, slot: int, task: Task) -> bool:
+        """Does this rank work on the prompt? Where states outlive updates, whoever holds a task's state does."""
+        if self.states.outlive_updates:
+            return self.ranks.takes_task(task.index)
+        return self.ranks.takes(slot, self.config.prompts_per_step)
+
     def _checkpoint_when_due(self) -> None:
         if self.output.due(self.position.step):
             # a resumed run has no old states; the one that goes on must not have them either
             if self.config.reuses_states and not self.policy.frozen_prompt:
                 self.states.forget(0)
-            self.output.checkpoint(self.position, self.optimizer, self.scheduler)
+            self.output.checkpoint(self.position, self.optimizer.torch_optimizer, self.optimizer.scheduler)
 
     # ---------------------------------------------------------------- stages
 
@@ -180,74 +181,86 @@ class _Run:
         self.seconds = {}
         places = range(step * config.prompts_per_step, (step + 1) * config.prompts_per_step)
         tasks = [self.tasks[self.task_at(place)] for place in places]
-        responses = []
+        own: dict[int, list[Response]] = {}
         for slot, task in enumerate(tasks):
-            with self._timed("capture"):
-                state = self.states.state_for(task.index, task.prompt_ids)
-            with self._timed("sample"):
-                responses.append(
-                    sample_responses(
-                        self.policy,
-                        state,
-                        config.group_size,
-                        max_new_tokens=config.max_new_tokens,
-                        temperature=config.temperature,
-                        top_p=config.top_p,
-                        eos_token_ids=config.eos_token_ids,
-                        seed=derived_seed(config.seed, "sample", step, slot),
-                        allow_stale=True,
-                    )
-                )
-            self.states.note_responses(task.index, responses[-1])
-            del state
+            if self._takes(slot, task):
+                own[slot] = self._sampled_group(task, derived_seed(config.seed, "sample", step, slot))
+            else:
+                self.states.used_elsewhere(task.index)
+        responses = self.ranks.all_responses(own)
         with self._timed("reward"):
             trainer_state = SimpleNamespace(global_step=step, max_steps=config.num_steps)
-            table = reward_responses(self.policy, tasks, responses, self.rewards, config.reward_weights, trainer_state)
+            table = self.ranks.rewards_of_first(
+                lambda: reward_responses(
+                    self.policy, tasks, responses, self.rewards, config.reward_weights, trainer_state
+                )
+            )
         return make_batch(tasks, responses, table, config.objective)
+
+    def _sampled_group(self, task: Task, seed: int) -> list[Response]:
+        config = self.config
+        with self._timed("capture"):
+            state = self.states.state_for(task.index, task.prompt_ids)
+        with self._timed("sample"):
+            responses = sample_responses(
+                self.policy,
+                state,
+                config.group_size,
+                max_new_tokens=config.max_new_tokens,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                eos_token_ids=config.eos_token_ids,
+                seed=seed,
+                allow_stale=True,
+            )
+        self.states.note_responses(task.index, responses)
+        return responses
 
     def _update(self, step: int, update: int, batch: Batch) -> None:
         """One optimizer update: gradients of all groups that can learn, accumulated under the batch's denominators."""
-        reports, ages = [], []
-        learning_rate = self.scheduler.get_last_lr()[0]
-        groups = [group for group in batch.groups if group.learns]
-        for group in groups:
-            report, age = self._replayed(group, batch)
-            reports.append(report)
-            ages.append(age)
+        learning_rate = self.optimizer.learning_rate
+        groups = {slot: group for slot, group in enumerate(batch.groups) if group.learns}
+        own: dict[int, dict[str, Any]] = {}
+        for slot, group in groups.items():
+            if self._takes(slot, group.task):
+                own[slot] = vars(self._replayed(group, batch))
+            else:
+                self.states.used_elsewhere(group.task.index)
+        if self.ranks.mesh is not None:
+            with self._timed("reduction"):
+                self.optimizer.sum_over_ranks()
         with self._timed("optimizer"):
-            norm = gradient_norm(self.policy)
-            apply_gradients(self.policy, self.optimizer, max_grad_norm=self.config.max_grad_norm)
-            self.scheduler.step()
-        notes = [*batch.notes, *dict.fromkeys(note for report in reports for note in report.metrics["notes"])]
-        if not reports:
+            norm = self.optimizer.apply()
+        parts = [GroupUpdate(**part) for part in self.ranks.union(own, "reports")]
+        notes = [*batch.notes, *dict.fromkeys(note for part in parts for note in part.metrics["notes"])]
+        if not parts:
             notes.append("no group had anything to learn from: the weights are unchanged")
-        num_tokens = sum(g.task.prompt_ids.numel() + sum(map(len, g.responses)) for g in groups)
+        num_tokens = sum(g.task.prompt_ids.numel() + sum(map(len, g.responses)) for g in groups.values())
         self.output.metrics.append(
             {
                 "step": step,
                 "update": update,
                 **batch_metrics(batch),
-                **update_metrics(reports),
+                **update_metrics(parts),
                 "grad_norm": norm,
                 "learning_rate": learning_rate,
                 "weight_version": self._weight_version(),
-                "state_ages": ages,
-                "state_decisions": [self.states.why(group.task.index) for group in groups],
                 "notes": notes,
-                **measured_metrics(reports, self.seconds, num_tokens),
+                **measured_metrics(parts, self.seconds, num_tokens),
             }
         )
         self.seconds = {}
         num_updates = len(self.output.metrics.lines)
         self.trackers.log(self.output.metrics.lines[-1], num_updates, "train")
 
-    def _replayed(self, group: Group, batch: Batch) -> tuple[StepReport, int]:
+    def _replayed(self, group: Group, batch: Batch) -> GroupUpdate:
         config = self.config
         state = None
         if self.states.holds:
             with self._timed("capture"):
                 state = self.states.state_for(group.task.index, group.task.prompt_ids)
         age = 0 if state is None else self.states.age(state)
+        self.ranks.stage("update")
         report = update_step(
             self.policy,
             group.task.prompt_ids,
@@ -261,12 +274,15 @@ class _Run:
             state=state,
             old_logprobs=group.old_logprobs,
             denominators=batch.denominators,
+            comm=self.ranks.of_a_prompt,
             allow_stale=age > 0,
             measure_memory=config.measure_memory,
         )
         if group.old_logprobs is None:
             group.old_logprobs = report.logprobs
-        return report, age
+        for stage, seconds in report.seconds.items():
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        return GroupUpdate.of(report, age, self.states.why(group.task.index))
 
     def _evaluate_when_due(self) -> None:
         config, step = self.config, self.position.step
@@ -274,7 +290,7 @@ class _Run:
         if self.eval_tasks is None or not due:
             return
         result = evaluate_tasks(
-            self.policy,
+            self.ranks,
             self.eval_tasks,
             self.rewards,
             num_samples=config.eval_samples,
@@ -289,40 +305,9 @@ class _Run:
         num_updates = len(self.output.metrics.lines)
         self.trackers.log(self.output.evaluations.lines[-1], num_updates, "evaluation")
 
-    # ---------------------------------------------------------------- record
-
-    def _record(self, status: str, error: str | None, started: str, seconds: float) -> RunRecord:
-        lines = self.output.metrics.lines
-        by_stage: dict[str, float] = {"total": seconds}
-        for line in lines:
-            for stage, value in line["seconds"].items():
-                by_stage[stage] = by_stage.get(stage, 0.0) + value
-        results: dict[str, Any] = {
-            "num_steps": self.position.step,
-            "num_updates": len(lines),
-            "reward_mean": [line["reward_mean"] for line in lines if line["update"] == 0],
-            "held_out": [{"step": e["step"], "reward_mean": e["reward_mean"]} for e in self.output.evaluations.lines],
-        }
-        if self.config.output_dir is None:
-            results |= {"metrics": lines, "evaluations": self.output.evaluations.lines}
-        return RunRecord(
-            name="train",
-            status=status,
-            error=error,
-            parameters=self.config.identity(),
-            seed=self.config.seed,
-            device=str(self.policy.device),
-            started_at=started,
-            finished_at=None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds"),
-            seconds=by_stage,
-            memory={"peak_bytes": max((line["peak_bytes"] or 0 for line in lines), default=0)},
-            evidence={"level": 1 if lines else 0, "checks": []},
-            results=results,
-            provenance=self.provenance,
-        )
-
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
+        self.ranks.stage(stage)
         started = time.perf_counter()
         try:
             yield

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,24 @@ from workbench.types import StepReport
 MEASURED = ("seconds", "tokens_per_second", "peak_bytes", "memory")
 """Entries of a line that a repetition of the run does not reproduce; all others are bitwise the same."""
 _TOKEN_MEANS = ("ratio_mean", "abs_log_ratio_mean", "clip_fraction_low", "clip_fraction_high", "entropy_mean")
+
+
+@dataclass(frozen=True)
+class GroupUpdate:
+    """What one group's part of an update reports, as JSON knows it: over ranks, every rank gets those of all groups.
+
+    loss, metrics, peak_bytes: of its StepReport. state_age, state_decision: of the state that it was replayed on.
+    """
+
+    loss: float
+    metrics: Mapping[str, Any]
+    peak_bytes: int | None
+    state_age: int
+    state_decision: str
+
+    @classmethod
+    def of(cls, report: StepReport, state_age: int, state_decision: str) -> GroupUpdate:
+        return cls(report.loss, report.metrics, report.memory.get("peak_bytes"), state_age, state_decision)
 
 
 def reward_metrics(table: RewardTable) -> dict[str, Any]:
@@ -49,36 +68,33 @@ def batch_metrics(batch: Batch) -> dict[str, Any]:
     }
 
 
-def update_metrics(reports: Sequence[StepReport]) -> dict[str, Any]:
-    """The reports of a batch's groups as one: sums of shares of the loss, means over all replayed tokens."""
-    tokens = sum(report.metrics["num_tokens"] for report in reports)
+def update_metrics(parts: Sequence[GroupUpdate]) -> dict[str, Any]:
+    """The parts of a batch's groups as one: sums of shares of the loss, means over all replayed tokens."""
+    tokens = sum(part.metrics["num_tokens"] for part in parts)
 
     def token_mean(name: str, empty: float) -> float:
-        total = sum(report.metrics[name] * report.metrics["num_tokens"] for report in reports)
+        total = sum(part.metrics[name] * part.metrics["num_tokens"] for part in parts)
         return total / tokens if tokens else empty
 
-    metrics: dict[str, Any] = {"loss": math.fsum(report.loss for report in reports), "num_tokens": tokens}
+    metrics: dict[str, Any] = {"loss": math.fsum(part.loss for part in parts), "num_tokens": tokens}
     metrics |= {name: token_mean(name, 1.0 if name == "ratio_mean" else 0.0) for name in _TOKEN_MEANS}
-    metrics["ratio_max"] = max((report.metrics["ratio_max"] for report in reports), default=1.0)
-    metrics["ratio_min"] = min((report.metrics["ratio_min"] for report in reports), default=1.0)
-    if any("kl_mean" in report.metrics for report in reports):
-        with_kl = [report for report in reports if "kl_mean" in report.metrics]
-        metrics["kl_mean"] = sum(r.metrics["kl_mean"] * r.metrics["num_tokens"] for r in with_kl) / max(1, tokens)
+    metrics["ratio_max"] = max((part.metrics["ratio_max"] for part in parts), default=1.0)
+    metrics["ratio_min"] = min((part.metrics["ratio_min"] for part in parts), default=1.0)
+    if any("kl_mean" in part.metrics for part in parts):
+        with_kl = [part for part in parts if "kl_mean" in part.metrics]
+        metrics["kl_mean"] = sum(p.metrics["kl_mean"] * p.metrics["num_tokens"] for p in with_kl) / max(1, tokens)
+    metrics["state_ages"] = [part.state_age for part in parts]
+    metrics["state_decisions"] = [part.state_decision for part in parts]
     return metrics
 
 
-def measured_metrics(reports: Sequence[StepReport], seconds: Mapping[str, float], num_tokens: int) -> dict[str, Any]:
-    """Seconds by stage, tokens (prompts and responses) per second, and the highest peak of the groups' updates."""
-    by_stage = dict(seconds)
-    for report in reports:
-        for stage, value in report.seconds.items():
-            by_stage[stage] = by_stage.get(stage, 0.0) + value
-    total = sum(by_stage.values())
-    peaks = [report.memory["peak_bytes"] for report in reports if "peak_bytes" in report.memory]
+def measured_metrics(parts: Sequence[GroupUpdate], seconds: Mapping[str, float], num_tokens: int) -> dict[str, Any]:
+    """Seconds by stage of this process, tokens (prompts and responses) per second, the highest peak of any group."""
+    total = sum(seconds.values())
     return {
-        "seconds": by_stage,
+        "seconds": dict(seconds),
         "tokens_per_second": num_tokens / total if total else None,
-        "peak_bytes": max(peaks, default=None),
+        "peak_bytes": max((part.peak_bytes for part in parts if part.peak_bytes is not None), default=None),
     }
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from workbench.checkpoint import (
 )
 from workbench.errors import InvalidInputError
 from workbench.policy import Policy
-from workbench.records import RunRecord, read_record, write_record
+from workbench.records import RunRecord, provenance, read_record, write_record
 from workbench.train_batch import Task
 from workbench.train_config import TrainConfig
 from workbench.train_metrics import JsonLines
@@ -39,10 +40,15 @@ class Position:
 
 
 class RunOutput:
-    """Everything that a run writes. Without a folder metrics stay in memory and nothing else happens."""
+    """Everything that a run writes. Without a folder metrics stay in memory and nothing else happens.
 
-    def __init__(self, policy: Policy, tasks: Sequence[Task], config: TrainConfig) -> None:
-        self._policy, self._config = policy, config
+    writes: False for all ranks but the first, which read what is there to go on from and leave it as it is.
+    """
+
+    def __init__(self, policy: Policy, tasks: Sequence[Task], config: TrainConfig, *, writes: bool = True) -> None:
+        self._policy, self._config, self._writes = policy, config, writes
+        self._provenance = provenance()
+        self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self.folder = None if config.output_dir is None else Path(config.output_dir)
         self.metrics, self.evaluations = JsonLines(None), JsonLines(None)
         self.resumed = False
@@ -99,6 +105,10 @@ class RunOutput:
         if latest is not None:
             load_checkpoint(latest, state, self._policy, optimizer, scheduler)
             self.resumed = True
+        if not self._writes:
+            self.metrics = JsonLines(None, self.metrics.lines[:kept])
+            self.evaluations = JsonLines(None, self.evaluations.lines[:kept_evaluations])
+            return position
         self.folder.mkdir(parents=True, exist_ok=True)
         write_record(self.folder / CONFIG, self._identity)
         self.metrics.truncate(kept)
@@ -113,7 +123,7 @@ class RunOutput:
         return step in (0, self._config.num_steps) or bool(every and step % every == 0)
 
     def checkpoint(self, position: Position, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-        if self.folder is None:
+        if self.folder is None or not self._writes:
             return
         save_checkpoint(
             self.folder / CHECKPOINTS,
@@ -130,9 +140,40 @@ class RunOutput:
             keep=self._config.keep_checkpoints,
         )
 
-    def record(self, record: RunRecord) -> None:
-        if self.folder is not None:
+    def record(self, status: str, error: str | None, step: int, seconds: float, ranks: Mapping[str, int]) -> RunRecord:
+        """The record of the run so far, written too. step: steps done; seconds: since the run began or went on."""
+        lines = self.metrics.lines
+        by_stage: dict[str, float] = {"total": seconds}
+        for line in lines:
+            for stage, value in line["seconds"].items():
+                by_stage[stage] = by_stage.get(stage, 0.0) + value
+        results: dict[str, Any] = {
+            "num_steps": step,
+            "num_updates": len(lines),
+            "ranks": ranks,
+            "reward_mean": [line["reward_mean"] for line in lines if line["update"] == 0],
+            "held_out": [{"step": e["step"], "reward_mean": e["reward_mean"]} for e in self.evaluations.lines],
+        }
+        if self.folder is None:
+            results |= {"metrics": lines, "evaluations": self.evaluations.lines}
+        record = RunRecord(
+            name="train",
+            status=status,
+            error=error,
+            parameters=self._config.identity(),
+            seed=self._config.seed,
+            device=str(self._policy.device),
+            started_at=self._started,
+            finished_at=None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds=by_stage,
+            memory={"peak_bytes": max((line["peak_bytes"] or 0 for line in lines), default=0)},
+            evidence={"level": 1 if lines else 0, "checks": []},
+            results=results,
+            provenance=self._provenance,
+        )
+        if self.folder is not None and self._writes:
             write_record(self.folder / RECORD, record)
+        return record
 
 
 def _tasks_digest(tasks: Sequence[Task]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from workbench.capture import capture_prompt
+from workbench.comm import Mesh
 from workbench.errors import InvalidInputError
 from workbench.policy import Policy
 from workbench.prompt_gradient import needs_boundaries, scope_to_walk
@@ -20,10 +21,12 @@ class StateStore:
     """Holds at most one state per task. A state's age is the number of updates since its capture.
 
     Under a frozen prompt (`Policy.frozen_prompt`) no update makes a state older.
+    comm: the ranks that share each prompt. What other data ranks hold takes its place in the order of use, so that a
+    state is let go when one process would let it go.
     """
 
-    def __init__(self, policy: Policy, config: TrainConfig) -> None:
-        self._policy, self._config = policy, config
+    def __init__(self, policy: Policy, config: TrainConfig, comm: Mesh | None = None) -> None:
+        self._policy, self._config, self._comm = policy, config, comm
         walked = scope_to_walk(policy, config.gradient_scope)
         self._keep_boundaries = needs_boundaries(walked)
         if config.reuses_states and walked != "response_only":
@@ -32,7 +35,12 @@ class StateStore:
                 f"{config.gradient_scope!r} would walk another model's prompt; use gradient_scope='response_only', "
                 "refresh=1, or an adapter_scope that leaves the prompt to the base model"
             )
-        self._held: dict[int, PromptReuse] = {}  # by task, least recently used first
+        self._held: dict[int, PromptReuse | None] = {}  # by task, least recently used first; None: elsewhere
+
+    @property
+    def outlive_updates(self) -> bool:
+        """May a state serve again in a later step, after updates?"""
+        return self._config.reuses_states or self._policy.frozen_prompt
 
     @property
     def holds(self) -> bool:
@@ -45,25 +53,34 @@ class StateStore:
         """The state of a task's prompt: held if it still serves, else captured now."""
         if not self.holds:
             chunk_tokens = self._config.chunk_tokens
-            return capture_prompt(self._policy, prompt, chunk_tokens=chunk_tokens, keep_boundaries=False)
+            return capture_prompt(
+                self._policy, prompt, chunk_tokens=chunk_tokens, keep_boundaries=False, comm=self._comm
+            )
         reuse = self._held.pop(task, None) or self._reuse(prompt)
         self._held[task] = reuse
         return reuse.state_for_step()
 
+    def used_elsewhere(self, task: int) -> None:
+        """Another data rank uses the task's state now."""
+        if self.holds:
+            self._held[task] = self._held.pop(task, None)
+
     def note_responses(self, task: int, responses: Sequence[Response]) -> None:
         """What was sampled from a task's state: a drift rule's probe of it."""
-        if self.holds:
-            self._held[task].note_responses(responses)
+        reuse = self._held.get(task)
+        if reuse is not None:
+            reuse.note_responses(responses)
 
     def why(self, task: int) -> str:
         """The last decision about a task's state, in words."""
-        decision = self._held[task].last_decision if self.holds else None
+        reuse = self._held.get(task)
+        decision = None if reuse is None else reuse.last_decision
         return "no state is held" if decision is None else decision.reason
 
     def forget(self, num_kept: int) -> None:
         """Let go of states that cannot serve again, then of all but the `num_kept` used last."""
-        if not self._config.reuses_states and not self._policy.frozen_prompt:
-            self._held = {task: reuse for task, reuse in self._held.items() if reuse.state_age == 0}
+        if not self.outlive_updates:
+            self._held = {task: reuse for task, reuse in self._held.items() if reuse is None or reuse.state_age == 0}
         for task in list(self._held)[: max(0, len(self._held) - num_kept)]:
             del self._held[task]
 
@@ -78,4 +95,5 @@ class StateStore:
             keep_boundaries=self._keep_boundaries,
             placement="host" if config.state_placement == "host" else "device",
             temperature=config.temperature,
+            comm=self._comm,
         )

@@ -5,6 +5,7 @@
     python -m workbench.training_study run        every arm at its best learning rate, three other seeds
     python -m workbench.training_study gemma      one longer run on Gemma 3 270M, 1,024 tokens, LoRA
     python -m workbench.training_study collect    the runs found so far into data/runs/training*.json
+    python -m workbench.launch --nproc 2 workbench.training_study:improve_on_ranks dp=2     improve, over ranks
 
 Each run writes its own folder and is skipped when it is complete, so a study can be interrupted and gone on with, and
 `--worker 0/2`, `--worker 1/2` split it over processes. The best learning rate of an arm is the one with the highest
@@ -15,16 +16,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from workbench import load_policy
+from workbench.comm import Mesh
 from workbench.errors import InvalidInputError, WorkbenchError
 from workbench.recordings import RUNS_FOLDER, Recording, save_recording
-from workbench.records import read_record
+from workbench.records import RunRecord, read_record
 from workbench.study_problems import REWARDS
 from workbench.tasks import make_tasks
 from workbench.train import train
@@ -161,8 +163,8 @@ def best_learning_rate(config: StudyConfig, folder: Path, arm: Arm, answer: str)
     return max(rewards, key=rewards.__getitem__)
 
 
-def perform(run: Run, config: StudyConfig, folder: Path) -> None:
-    """Train one cell, or go on with it from its last checkpoint; a complete one is left as it is."""
+def perform(run: Run, config: StudyConfig, folder: Path, *, comm: Mesh | None = None) -> RunRecord:
+    """Train one cell, over ranks where there are some, or go on with it from its last checkpoint."""
     torch.manual_seed(run.seed)
     policy = load_policy(config.model, lora=config.lora, adapter_scope=run.arm.adapter_scope, seed=run.seed)
     task_options: dict[str, Any] = {
@@ -171,11 +173,12 @@ def perform(run: Run, config: StudyConfig, folder: Path) -> None:
     }  # fmt: skip
     tasks = make_tasks(config.kind, config.num_tasks, seed=run.seed, **task_options)
     held_out = make_tasks(config.kind, config.num_held_out, seed=HELD_OUT_SEED, **task_options)
-    train(
+    return train(
         policy,
         tasks,
         REWARDS[config.reward],
         eval_tasks=held_out,
+        comm=comm,
         config=TrainConfig(
             num_steps=run.num_steps,
             prompts_per_step=config.prompts_per_step,
@@ -194,6 +197,20 @@ def perform(run: Run, config: StudyConfig, folder: Path) -> None:
             measure_memory=False,
         ),
     )
+
+
+def improve_on_ranks(
+    *, dp: int = 1, seed: int = 0, folder: str = "runs/training_study/improve_on_ranks", **changes: Any
+) -> dict[str, Any]:
+    """One seed of `improve` on every rank of a launch; dp: data ranks, the others share each prompt's tokens.
+
+    changes: fields of StudyConfig, such as num_steps=2 or prompt_tokens=256. Returns the results of the run's record.
+    """
+    from workbench.parallel import open_mesh
+
+    config = replace(IMPROVE, **changes)
+    run = Run(ARMS[0], "token", IMPROVE_LEARNING_RATE, seed, config.num_steps)
+    return dict(perform(run, config, Path(folder), comm=open_mesh(dp=dp)).results)
 
 
 def curves(run: Run, config: StudyConfig, folder: Path) -> list[Mapping[str, Any]]:

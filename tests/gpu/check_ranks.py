@@ -1,4 +1,4 @@
-"""On GPUs: ranks against one process, the cases of tests/ranks_cases.py; float64 and float32, on the GPU's own kernels.
+"""On GPUs: ranks against one process, all cases of tests/ranks_cases.py, on the GPU's own kernels.
 
     python tests/gpu/check_ranks.py
 
@@ -42,6 +42,12 @@ def problems_of(name: str, found: dict[str, Any]) -> list[str]:
         wrong.append(f"{name}: {found['counted']} bytes sent, the formula says {found['predicted']}")
     if found.get("same_ids") is False:
         wrong.append(f"{name}: other ids than one process (float32 rounding may do that; look at logprob_error)")
+    if found.get("apart", 0.0) > 1e-9 * found.get("moved", 0.0):
+        wrong.append(f"{name}: weights are {found['apart']:.1e} from one process after moving {found['moved']:.1e}")
+    if found.get("differences"):
+        wrong.append(f"{name}: lines differ from one process: {'; '.join(found['differences'][:3])}")
+    if found.get("bitwise") is False or found.get("lines_equal") is False:
+        wrong.append(f"{name}: the resumed run ended elsewhere")
     return wrong
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 from accelerate.parallelism_config import ParallelismConfig
 
 from workbench.comm import Mesh, OneProcess
 from workbench.errors import InvalidInputError
+from workbench.parallel.accelerator import open_accelerator
 from workbench.parallel.ranks import Ranks
 from workbench.parallel.status import Status
 
@@ -53,6 +54,8 @@ def open_mesh(
     cp: default: all ranks of each data group. timeout_seconds: after which a rank that waits for a peer gives up
     (torch's own default is half an hour). debug: compare what ranks call before every collective.
     Rank 0 prints the equation of the degrees. On one process the mesh is the identity.
+    Raises InvalidInputError for degrees that do not multiply to the ranks, and for what accelerate was configured to do
+    and cannot do here (accelerator.py).
     """
     status = Status(Path(os.environ[STATUS_VARIABLE]) if STATUS_VARIABLE in os.environ else None)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -65,6 +68,7 @@ def open_mesh(
     if dist.get_world_size() != world:
         raise InvalidInputError(f"mesh: {world} ranks were asked for, {dist.get_world_size()} have joined")
     device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    accelerator = open_accelerator(on_gpus=device_type == "cuda")
     device_mesh = _device_mesh(sizes, device_type)
     if dist.get_rank() == 0:
         print(f"mesh: {equation}", flush=True)
@@ -82,6 +86,7 @@ def open_mesh(
         experts=ranks(groups[0], "expert ranks"),
         expert_replicas=ranks(groups[1], "expert replicas"),
         on_stage=status.stage,
+        prepare_optimizer=partial(accelerator.prepare_optimizer, device_placement=False),
     )
 
 
@@ -92,7 +97,7 @@ def close_mesh() -> None:
 
 
 def _join(timeout_seconds: float) -> None:
-    """NCCL where every rank of this machine has a GPU of its own, else gloo on the CPU; accelerate's state follows."""
+    """NCCL where every rank of this machine has a GPU of its own, else gloo on the CPU."""
     timeout = timedelta(seconds=timeout_seconds)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
@@ -107,7 +112,6 @@ def _join(timeout_seconds: float) -> None:
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks)
     else:
         dist.init_process_group(backend, timeout=timeout)
-    PartialState(cpu=not on_gpus)
 
 
 def _launched_store(timeout: timedelta) -> dist.TCPStore:

@@ -28,6 +28,13 @@ def _die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
+def _told_to_end(*_: Any) -> None:
+    """SIGTERM, from the launcher or torchrun, as an error like any other: what runs here may still write its record."""
+    from workbench.errors import RankFailedError
+
+    raise RankFailedError("this rank was told to end (SIGTERM): another one has failed, or the launcher ends")
+
+
 def run_rank(folder: Path) -> int:
     """Call the launched function on this rank; returns the exit status."""
     rank = int(os.environ["RANK"])
@@ -71,6 +78,7 @@ def find_target(target: str) -> Any:
 if __name__ == "__main__":
     if "LONGSTRAW_LAUNCHER_PID" in os.environ:
         _die_with_parent(int(os.environ["LONGSTRAW_LAUNCHER_PID"]))
+    signal.signal(signal.SIGTERM, _told_to_end)
     status = run_rank(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -65,14 +65,15 @@ def best_chunk(planned: Plan) -> int:
 
 
 def optimal_chunk_estimate(planned: Plan) -> float:
-    """sqrt(N s / a): where boundary carries (N s / C) and graph (C a) weigh the same.
+    """sqrt(N s n / a): where boundary carries (N s / C) and graph (C a / n) of one rank weigh the same.
 
-    N resident tokens, s bytes of one carry, a bytes of graph per token; context ranks divide both, so they drop out.
+    N resident tokens, s bytes of one rank's carry, a bytes of graph per token, n context ranks.
     """
     shape, request = planned.shape, planned.request
     per_layer = graph.kept_between_layers_bytes if request.rebuilds_layers else graph.saved_bytes_per_token
     per_token = sum(count * per_layer(layer, request) for layer, count in shape.groups)
-    return math.sqrt(request.resident_tokens * sizes.carry_bytes(shape, request.compute_bytes) / per_token)
+    carry = sizes.rank_carry_bytes(shape, request) * request.context_parallel
+    return math.sqrt(request.resident_tokens * carry / per_token)
 
 
 def _allows(planned: Plan, verdict: str) -> bool:

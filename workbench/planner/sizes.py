@@ -7,7 +7,7 @@ on an implementation (saved activations, workspace) is in `graph.py`. Golden val
 from __future__ import annotations
 
 from workbench.planner.request import FP32_BYTES, WEIGHT_BYTES, Request
-from workbench.planner.shapes import Layer, ModelShape
+from workbench.planner.shapes import GatedDelta, Layer, ModelShape
 
 NF4_BLOCK = 64  # weights that share one absmax
 NF4_NESTED_BLOCK = 256  # absmax values that share one float32 scale ("double quantisation")
@@ -116,8 +116,19 @@ def carry_bytes(shape: ModelShape, element_bytes: int) -> int:
 
 
 def rank_carry_bytes(shape: ModelShape, request: Request) -> int:
-    """One carry on one rank: value heads are split over the context ranks."""
-    return -(-carry_bytes(shape, request.compute_bytes) // request.context_parallel)
+    """One carry on the rank that has most of it.
+
+    Recurrent states are split by value heads over the context ranks, the first rank having the fewest where they do not
+    divide. Convolution tails, with which the next chunk begins, are the first rank's alone.
+    """
+    first = others = 0
+    for layer, count in shape.groups:
+        if isinstance(layer.mixer, GatedDelta):
+            heads, ranks = layer.mixer.value_heads, request.context_parallel
+            head = count * layer.mixer.carry_fp32_elements // heads * FP32_BYTES
+            first += heads // ranks * head + count * layer.mixer.carry_elements * request.compute_bytes
+            others += -(-heads // ranks) * head
+    return max(first, others)
 
 
 def boundary_carries_bytes(shape: ModelShape, request: Request) -> int:

@@ -255,7 +255,7 @@ def _notes(shape: ModelShape, request: Request, calibration: Calibration | None,
     if request.context_parallel > 1:
         notes.append(
             "context parallel: chunk tokens, rows and carry heads are split over ranks, weights are not; "
-            "convolution tails are counted as split and live on rank 0"
+            "the carry is the first rank's, which keeps the convolution tails"
         )
     if calibration is not None and cover == "no":
         notes.append(f"the calibration of {calibration.model_type} does not cover this model or training; not used")

@@ -108,7 +108,7 @@ class TermBuilder:
         )
         rows = f"{per_token:,} B of all layers that keep every row x {tokens:,} tokens per rank (+ capped windows)"
         yield _term(phase, "rows", sizes.rows_bytes(shape, request) if on_device else 0, rows)
-        carry = "2 x (float32 recurrent state + convolution tail); value heads are split over ranks"
+        carry = "2 x (float32 recurrent state / ranks + convolution tail, which the first rank keeps)"
         yield _term(phase, "carry", 2 * sizes.rank_carry_bytes(shape, request) if resident else 0, carry)
         boundaries = sizes.boundary_carries_bytes(shape, request) if on_device else 0
         yield _term(phase, "boundary_carries", boundaries, f"{request.num_chunks:,} chunk boundaries x one carry")

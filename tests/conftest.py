@@ -1,0 +1,30 @@
+"""Worlds of real ranks that several test files ask for: each is started once, and runs every case (ranks_cases.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from workbench.launch import launch
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, list[dict[str, Any]]]:
+    """{ranks: every rank's results}, each world started when first asked for."""
+    return _Worlds(tmp_path_factory)
+
+
+class _Worlds(dict[int, list[dict[str, Any]]]):
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self._factory = factory
+
+    def __missing__(self, size: int) -> list[dict[str, Any]]:
+        folder = self._factory.mktemp(f"ranks-{size}")
+        # in the small world every collective is compared between ranks before it runs
+        done = launch("tests.ranks_cases:run", {"debug": size == 2}, ranks=size, folder=folder)
+        assert f"mesh: dp 1 x cp {size} = {size} ranks" in (done.folder / "rank-0.log").read_text()
+        self[size] = list(done.values)
+        return self[size]
