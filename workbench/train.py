@@ -112,6 +112,7 @@ class _Run:
         self.first_version = self.policy.weight_version - self.position.weight_version
         self.trackers = Trackers(config.trackers if ranks.first else (), self.output.folder, config.identity())
         self.seconds: dict[str, float] = {}  # of the update in work
+        self.cpu_clock = time.process_time()
 
     def to_the_end(self) -> RunRecord:
         clock = time.perf_counter()
@@ -178,7 +179,7 @@ class _Run:
 
     def _sampled_batch(self, step: int) -> Batch:
         config = self.config
-        self.seconds = {}
+        self.seconds, self.cpu_clock = {}, time.process_time()
         places = range(step * config.prompts_per_step, (step + 1) * config.prompts_per_step)
         tasks = [self.tasks[self.task_at(place)] for place in places]
         own: dict[int, list[Response]] = {}
@@ -246,10 +247,10 @@ class _Run:
                 "learning_rate": learning_rate,
                 "weight_version": self._weight_version(),
                 "notes": notes,
-                **measured_metrics(parts, self.seconds, num_tokens),
+                **measured_metrics(parts, self.seconds, time.process_time() - self.cpu_clock, num_tokens),
             }
         )
-        self.seconds = {}
+        self.seconds, self.cpu_clock = {}, time.process_time()
         num_updates = len(self.output.metrics.lines)
         self.trackers.log(self.output.metrics.lines[-1], num_updates, "train")
 

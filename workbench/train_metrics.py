@@ -15,7 +15,7 @@ from workbench.rewards import RewardTable
 from workbench.train_batch import Batch
 from workbench.types import StepReport
 
-MEASURED = ("seconds", "tokens_per_second", "peak_bytes", "memory")
+MEASURED = ("seconds", "cpu_seconds", "tokens_per_second", "peak_bytes", "memory")
 """Entries of a line that a repetition of the run does not reproduce; all others are bitwise the same."""
 _TOKEN_MEANS = ("ratio_mean", "abs_log_ratio_mean", "clip_fraction_low", "clip_fraction_high", "entropy_mean")
 
@@ -88,11 +88,16 @@ def update_metrics(parts: Sequence[GroupUpdate]) -> dict[str, Any]:
     return metrics
 
 
-def measured_metrics(parts: Sequence[GroupUpdate], seconds: Mapping[str, float], num_tokens: int) -> dict[str, Any]:
-    """Seconds by stage of this process, tokens (prompts and responses) per second, the highest peak of any group."""
+def measured_metrics(
+    parts: Sequence[GroupUpdate], seconds: Mapping[str, float], cpu_seconds: float, num_tokens: int
+) -> dict[str, Any]:
+    """Seconds by stage and CPU seconds (all threads) of this process, tokens (prompts and responses) per second,
+    highest peak of any group. An update counts from the end of the one before, a batch's first one with its sampling.
+    """
     total = sum(seconds.values())
     return {
         "seconds": dict(seconds),
+        "cpu_seconds": cpu_seconds,
         "tokens_per_second": num_tokens / total if total else None,
         "peak_bytes": max((part.peak_bytes for part in parts if part.peak_bytes is not None), default=None),
     }

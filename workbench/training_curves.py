@@ -23,7 +23,7 @@ TUNING_SEED = 100
 def curve_rows(folder: Path, **about: Any) -> Iterator[Row]:
     """One row for the start and one for every step of the run in `folder`, however it ended.
 
-    about: the columns that are the same in every row. step_seconds: wall seconds of the step's sampling and updates.
+    about: the columns that are the same in every row. step_seconds: CPU seconds of the step's sampling and updates.
     """
     lines = JsonLines.read(folder / METRICS).lines
     held_out = {e["step"]: e["reward_mean"] for e in JsonLines.read(folder / EVALUATIONS).lines}
@@ -32,7 +32,8 @@ def curve_rows(folder: Path, **about: Any) -> Iterator[Row]:
     for line in lines:
         step = line["step"] + 1  # the reward of a step is of the weights before it, its update comes after
         rewards[step] = line["reward_mean"]
-        seconds[step] = seconds.get(step, 0.0) + sum(line["seconds"].values())
+        if "cpu_seconds" in line:  # runs of earlier revisions have wall seconds only
+            seconds[step] = seconds.get(step, 0.0) + line["cpu_seconds"]
     for step in range(max([*rewards, *held_out], default=-1) + 1):
         yield {
             **about,

@@ -244,7 +244,10 @@ def collect(
         rows,
         title=f"GRPO on {config.model}, {config.kind}, {config.prompt_tokens:,} tokens",
         command=command,
-        notes=[f"{'not complete' if partial else 'not run'}: {names}"] if missing else [],
+        notes=[
+            "step_seconds: CPU seconds of one thread",
+            *([f"{'not complete' if partial else 'not run'}: {names}"] if missing else []),
+        ],
     )
 
 
