@@ -32,7 +32,7 @@ def test_it_runs_and_keeps_what_it_shows(tmp_path: Path) -> None:
     assert record.status == "completed", record.error
     assert find_external_addresses((folder / "45_tiny_models.html").read_text(encoding="utf-8")) == []
     results = read_record(folder / "run.json")["results"]["tiny_models"]
-    assert [point["stage"] for point in results["curve"]] == ["curriculum", "cooldown", "index", "sparse"]
+    assert [point["stage"] for point in results["curve"]] == ["copying", "curriculum", "cooldown", "index", "sparse"]
     assert {found["kind"] for found in results["accuracies"]} == {"needle", "multi_key"}
     assert {path: path.stat().st_mtime_ns for path in BUNDLED_FOLDER.rglob("*")} == before
 
