@@ -307,6 +307,7 @@ def _replay_members(
         step.logprobs.append(result.logprobs.cpu())
         step.entropy_sum += float(result.entropies.sum())
         step.num_blocks += result.num_blocks
+        del result  # its carry's gradient is in the sum: it must be gone before the next member's graph is built
     return total
 
 

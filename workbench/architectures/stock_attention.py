@@ -101,9 +101,10 @@ class ChunkCache:
             return self._conv_over_ranks(conv_states, conv_kernel_size - 1)
         tail = self.get_conv_state(layer_idx)
         full = conv_states if tail is None else torch.cat([tail, conv_states], dim=-1)
-        missing = max(0, conv_kernel_size - 1 - full.shape[-1])  # zeros, as the convolution itself pads
-        kept = nn.functional.pad(full, (missing, 0))
-        tail_out = kept[..., kept.shape[-1] - (conv_kernel_size - 1) :]
+        width = conv_kernel_size - 1
+        tail_out = full[..., max(0, full.shape[-1] - width) :]
+        if tail_out.shape[-1] < width:  # zeros, as the convolution itself pads
+            tail_out = nn.functional.pad(tail_out, (width - tail_out.shape[-1], 0))
         # without a graph a view would keep the whole input alive until the chunk ends, in every layer
         self._carry["conv"] = tail_out if torch.is_grad_enabled() else tail_out.clone()
         return full

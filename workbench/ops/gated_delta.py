@@ -124,10 +124,6 @@ def _rule_by_products(
 ) -> tuple[Tensor, Tensor]:
     batch, tokens, heads, _ = value.shape
     given, dtype = query.dtype, accumulation_dtype(query.dtype)
-    query, key = query.to(dtype), key.to(dtype)
-    if normalise:
-        query, key = _l2norm(query), _l2norm(key)
-    query, key = (_for_each_value_head(x, value) for x in (query, key))
     if initial is None:
         initial = value.new_zeros(batch, heads, key.shape[-1], value.shape[-1], dtype=dtype)
     # padding has beta 0 and decay 1, so it changes nothing
@@ -135,15 +131,40 @@ def _rule_by_products(
 
     def in_sub_chunks(x: Tensor) -> Tensor:
         """[B, T, H, ...] -> [B * H, N, C, ...]"""
-        x = x.to(dtype).transpose(1, 2).flatten(0, 1)
+        x = x.to(dtype).transpose(1, 2).flatten(0, 1).contiguous()  # a view would keep the layer's whole projection
         if padding:
             x = F.pad(x, (0,) * (2 * x.dim() - 3) + (padding,))
         return x.unflatten(1, (-1, SUB_CHUNK))
 
-    rows = [in_sub_chunks(x) for x in (query * query.shape[-1] ** -0.5, key, value, g, beta)]
+    def directions(x: Tensor, scale: float) -> Tensor:
+        """Queries or keys in sub-chunks, normalised if asked and scaled, one head for each value head."""
+        x = in_sub_chunks(x)
+        x = _Normalised.apply(x, scale) if normalise else x * scale
+        return x if x.shape[0] == batch * heads else x.repeat_interleave(batch * heads // x.shape[0], dim=0)
+
+    rows = directions(query, query.shape[-1] ** -0.5), directions(key, 1.0), *map(in_sub_chunks, (value, g, beta))
     out, final = _SubChunks.apply(*rows, initial.to(dtype).flatten(0, 1))
     out = out.flatten(1, 2)[:, :tokens].unflatten(0, (batch, heads)).transpose(1, 2).to(given)
     return out, final.unflatten(0, (batch, heads))
+
+
+class _Normalised(torch.autograd.Function):
+    """x / |x| * scale over the last axis. Keeps its result, which the rule keeps anyway, where autograd would keep x."""
+
+    @staticmethod
+    def forward(ctx, x, scale):  # type: ignore[override]
+        factor = _inverse_norm(x).mul_(scale)
+        out = x * factor
+        ctx.save_for_backward(out, factor)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):  # type: ignore[override]
+        out, factor = ctx.saved_tensors
+        along = (out * dout).sum(dim=-1, keepdim=True).div_(ctx.scale**2)
+        return (dout - out * along).mul_(factor), None
 
 
 class _SubChunks(torch.autograd.Function):
@@ -269,4 +290,9 @@ def _for_each_value_head(rows: Tensor, value: Tensor) -> Tensor:
 
 
 def _l2norm(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6)
+    return x * _inverse_norm(x)
+
+
+def _inverse_norm(x: Tensor) -> Tensor:
+    """1 / |x| over the last axis, which stays with size 1; finite for x = 0."""
+    return torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6)
