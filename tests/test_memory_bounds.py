@@ -32,6 +32,14 @@ def test_peak_does_not_grow_with_the_group(family: str, scope: str) -> None:
     assert eight <= 1.005 * two
 
 
+@pytest.mark.parametrize("scope", ["full", "response_only"])
+def test_a_member_leaves_nothing_but_its_logprobs(scope: str) -> None:
+    """At P = 20 what a member kept for one member too long would show: a carry's gradient, 8 kB here."""
+    two, eight = (step("qwen3_5", 20, group, 16, gradient_scope=scope) for group in (2, 8))
+    returned = sum(t.nbytes for t in eight.logprobs) - sum(t.nbytes for t in two.logprobs)
+    assert eight.memory["peak_bytes"] - two.memory["peak_bytes"] <= returned
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_5"])
 def test_full_scope_peak_is_linear_in_the_prompt(family: str) -> None:
     """P 2,048 -> 16,384: the slope is at most 1.5 times rows + gradient pages + boundary carries per token.

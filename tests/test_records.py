@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from workbench.errors import InvalidInputError
-from workbench.records import RunRecord, gather_results, provenance, read_record, save_results, write_record
+from workbench.records import RunRecord, gather_results, git_state, provenance, read_record, save_results, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -41,6 +42,23 @@ def test_provenance_names_no_place_and_no_person():
     text = json.dumps(provenance())
     assert str(ROOT) not in text
     assert str(Path.home()) not in text
+
+
+def test_a_record_does_not_make_its_own_checkout_dirty(monkeypatch, tmp_path):
+    (tmp_path / "workbench").mkdir()
+    kept, other = tmp_path / "runs.json", tmp_path / "other.py"
+    kept.write_text("1")
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for arguments in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "x"]):
+        subprocess.run(["git", "-C", tmp_path, *arguments], check=True)
+    monkeypatch.setattr("workbench.records.__file__", str(tmp_path / "workbench" / "records.py"))
+    assert git_state()["dirty"] is False
+    kept.write_text("2")
+    assert git_state()["dirty"] is True
+    assert git_state(leave_out=kept)["dirty"] is False
+    assert git_state(leave_out=tmp_path.parent / "elsewhere.json")["dirty"] is True
+    other.write_text("3")
+    assert git_state(leave_out=kept)["dirty"] is True
 
 
 def test_inside_a_run_results_are_left_for_the_runner(monkeypatch, tmp_path):

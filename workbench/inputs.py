@@ -58,7 +58,7 @@ def check_prompt(policy: Policy, prompt_ids: Ids) -> Tensor:
 
 
 def check_responses(policy: Policy, prompt_tokens: int, responses: Sequence[Response | Ids]) -> list[Tensor]:
-    """Each response as a 1-D int64 CPU tensor; empty ones are allowed."""
+    """Each response as a 1-D int64 CPU tensor, the given one if it is one: for use within a call. Empty ones are allowed."""
     if isinstance(responses, Tensor | Response) or not isinstance(responses, Sequence):
         raise InvalidInputError(
             f"responses must be a list of responses, one per member, not a {type(responses).__name__}"
@@ -67,7 +67,7 @@ def check_responses(policy: Policy, prompt_tokens: int, responses: Sequence[Resp
         raise InvalidInputError("responses is empty: a group needs at least one member")
     checked = []
     for member, response in enumerate(responses):
-        ids = _as_ids(response.ids if isinstance(response, Response) else response, f"response {member}")
+        ids = _as_ids(response.ids if isinstance(response, Response) else response, f"response {member}", copy=False)
         _check_range(ids, policy.vocab_size, f"response {member}")
         _check_positions(policy, prompt_tokens + ids.numel(), f"the prompt with response {member}")
         checked.append(ids)
@@ -121,7 +121,7 @@ def check_temperature(temperature: float) -> None:
         raise InvalidInputError(f"temperature={temperature!r} must be a finite number > 0")
 
 
-def _as_ids(ids: Ids, what: str) -> Tensor:
+def _as_ids(ids: Ids, what: str, *, copy: bool = True) -> Tensor:
     try:
         tensor = ids.to("cpu") if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -134,7 +134,7 @@ def _as_ids(ids: Ids, what: str) -> Tensor:
         raise InvalidInputError(f"{what} has dtype {tensor.dtype}; token ids are integers")
     if tensor.dim() != 1:
         raise InvalidInputError(f"{what} has shape {tuple(tensor.shape)}; give a 1-D tensor or list of token ids")
-    return tensor.detach().to("cpu", torch.int64, copy=True)
+    return tensor.detach().to("cpu", torch.int64, copy=copy or tensor.is_inference())  # those do not go with autograd
 
 
 def _check_range(ids: Tensor, vocab_size: int, what: str) -> None:

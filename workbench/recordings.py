@@ -118,7 +118,7 @@ def save_recording(
         title=title,
         command=command,
         rows=list(rows),
-        provenance=provenance(),
+        provenance=provenance(written_to=path),
         notes=notes,
     )
     write_record(path, {"format": FORMAT} | vars(recording))

@@ -123,13 +123,16 @@ def gather_results(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.stem: read_record(path) for path in sorted((folder / RESULTS_FOLDER).glob("*.json"))}
 
 
-def provenance() -> dict[str, Any]:
-    """What a reader needs to run this again: versions, source revision, machine. No user names, no host names."""
+def provenance(*, written_to: Path | None = None) -> dict[str, Any]:
+    """What a reader needs to run this again: versions, source revision, machine. No user names, no host names.
+
+    written_to: the file that this goes into; its own change does not make the checkout dirty.
+    """
     return {
         "python": platform.python_version(),
         # torch's own word also tells the build: +cpu, +cu130.
         "versions": {name: _version(name) for name in _RECORDED_PACKAGES} | {"torch": str(torch.__version__)},
-        "git": git_state(),
+        "git": git_state(leave_out=written_to),
         "machine": {
             "system": platform.system(),
             "processor": platform.machine(),
@@ -147,11 +150,16 @@ def _version(package: str) -> str | None:
         return None
 
 
-def git_state() -> dict[str, Any]:
-    """Revision of this package's checkout and whether files differ from it; nulls outside a checkout."""
+def git_state(*, leave_out: Path | None = None) -> dict[str, Any]:
+    """Revision of this package's checkout and whether files differ from it; nulls outside a checkout.
+
+    leave_out: a file that may differ.
+    """
     root = Path(__file__).resolve().parents[1]
     revision = _git(root, "rev-parse", "HEAD")
-    status = _git(root, "status", "--porcelain")
+    inside = leave_out is not None and leave_out.resolve().is_relative_to(root)
+    others = [f":(exclude,literal){leave_out.resolve().relative_to(root)}"] if leave_out is not None and inside else []
+    status = _git(root, "status", "--porcelain", "--", ".", *others)
     return {"revision": revision, "dirty": None if status is None else bool(status)}
 
 

@@ -211,7 +211,7 @@ class PromptReuse:
     def note_responses(self, responses: Sequence[Response | Ids]) -> None:
         """The responses that were sampled last: the first tokens of the first of them are the next probe."""
         checked = check_responses(self._policy, self._prompt.numel(), responses)
-        probe = [ids[: self._refresh.probe_tokens] for ids in checked if ids.numel()]
+        probe = [ids[: self._refresh.probe_tokens].clone() for ids in checked if ids.numel()]
         if probe:
             self._probe = probe[: self._refresh.probe_responses]
 

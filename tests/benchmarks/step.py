@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--flops", action="store_true", help="count operations too, in runs of their own")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path, default=Path("runs/performance.json"))
-    parser.add_argument("--append", action="store_true", help="keep the rows of other cases and modes in the file")
+    parser.add_argument("--append", action="store_true", help="keep what the file has of other cases and modes")
     parser.add_argument(
         "--note",
         action="append",
@@ -227,7 +227,9 @@ def main() -> None:
         parts = [name.split(":") for name in options.only]
         cases = [Case(family, int(tokens), int(group)) for family, tokens, group in parts]
     children = Children()
-    rows = list(load_recording(options.out).rows) if options.append and options.out.exists() else []
+    before = load_recording(options.out) if options.append and options.out.exists() else None
+    rows = [] if before is None else list(before.rows)
+    command = shlex.join(["python", "-m", "tests.benchmarks.step", *sys.argv[1:]])
     errors = {f: gradient_errors(children, options.modes, f) for f in dict.fromkeys(case.family for case in cases)}
     for case in cases:
         kept, new = [r for r in rows if not (_case_of(r) == case and r["mode"] in options.modes)], []
@@ -237,8 +239,8 @@ def main() -> None:
                 "performance",
                 kept + new,
                 title="One GRPO step against its peers: time, peak bytes, operations",
-                command=shlex.join(["python", "-m", "tests.benchmarks.step", *sys.argv[1:]]),
-                notes=[MEASURED[options.device], *options.note],
+                command="; ".join(dict.fromkeys([*(before.command.split("; ") if before else ()), command])),
+                notes=list(dict.fromkeys([MEASURED[options.device], *(before.notes if before else ()), *options.note])),
             )
         rows = kept + new
         print_rows(case, new, options.modes)

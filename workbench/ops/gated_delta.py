@@ -149,7 +149,7 @@ def _rule_by_products(
 
 
 class _Normalised(torch.autograd.Function):
-    """x / |x| * scale over the last axis. Keeps its result, which the rule keeps anyway, where autograd would keep x."""
+    """x / |x| * scale over the last axis. Keeps its result, as the rule does anyway, where autograd would keep x."""
 
     @staticmethod
     def forward(ctx, x, scale):  # type: ignore[override]

@@ -82,13 +82,13 @@ def padding_bytes(layer: Layer, tokens: int) -> int:
 
 
 def gated_delta_state_bytes(mixer: GatedDelta, request: Request) -> int:
-    """What produces the state: the convolution's input and output, what the norms of q and k keep, and the scan.
+    """What produces the state: the convolution's input and output, and the scan.
 
-    In float32 the norms keep views of the convolution's activation, and with them the whole of it; else copies.
+    The norms of q and k keep what the scan keeps, if key heads serve as many value heads; else their own results.
     """
-    b = request.compute_bytes
-    normed = mixer.channels if b == FP32_BYTES else 2 * mixer.key_heads * mixer.key_dim
-    return 2 * mixer.channels * b + normed * FP32_BYTES + scan_bytes(mixer)
+    normed = 2 * mixer.key_heads * mixer.key_dim if mixer.key_heads != mixer.value_heads else 0
+    statistics = 2 * mixer.key_heads * NORM_STATISTIC
+    return 2 * mixer.channels * request.compute_bytes + normed * FP32_BYTES + statistics + scan_bytes(mixer)
 
 
 def gated_delta_output_bytes(mixer: GatedDelta, request: Request) -> int:
