@@ -58,7 +58,7 @@ def check_prompt(policy: Policy, prompt_ids: Ids) -> Tensor:
 
 
 def check_responses(policy: Policy, prompt_tokens: int, responses: Sequence[Response | Ids]) -> list[Tensor]:
-    """Each response as a 1-D int64 CPU tensor, the given one if it is one: for use within a call. Empty ones are allowed."""
+    """Each response as a 1-D int64 CPU tensor, uncopied if it is one: for use within a call. Empty ones are allowed."""
     if isinstance(responses, Tensor | Response) or not isinstance(responses, Sequence):
         raise InvalidInputError(
             f"responses must be a list of responses, one per member, not a {type(responses).__name__}"

@@ -276,6 +276,11 @@ def _ours(**options: Any) -> Step:
     return step
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full, chunk 512, layer checkpoints": {"chunk_tokens": 512, "checkpoint_layers": True},
+    "full, chunk 1024": {"chunk_tokens": 1024},
+    "response_only, chunk 512": {"chunk_tokens": 512, "gradient_scope": "response_only"},
+}
 MODES: dict[str, Step] = {
     "serial": serial,
     "serial + checkpointing": serial_checkpointed,
@@ -287,9 +292,7 @@ MODES: dict[str, Step] = {
     "shared prefix + checkpointing": shared_prefix_checkpointed,
     "PrefixGrouper": prefix_grouper,
     "PrefixGrouper + checkpointing": prefix_grouper_checkpointed,
-    "full, chunk 512, layer checkpoints": _ours(chunk_tokens=512, checkpoint_layers=True),
-    "full, chunk 1024": _ours(chunk_tokens=1024),
-    "response_only, chunk 512": _ours(chunk_tokens=512, gradient_scope="response_only"),
+    **{mode: _ours(**options) for mode, options in OPTIONS.items()},
 }
 
 

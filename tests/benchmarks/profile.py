@@ -1,5 +1,7 @@
 """Where the time of one step goes, by family of operation: `python -m tests.benchmarks.profile hybrid:4096:8`.
 
+With --account instead, for this repository's modes: peak bytes by ledger and by stage, and operations by stage.
+
 One thread, one step after a warm-up, torch's profiler. An operator's time is its own, without that of the operators it
 calls, by the wall clock: another process on the same core lengthens it, so shares are to be read, and rates against the
 printed rate of a large product only on an idle machine. Autograd's nodes and what no operator accounts for (Python, the
@@ -18,9 +20,13 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.child import matmul_rate, prepared_model
-from tests.benchmarks.peers import MODES
-from tests.benchmarks.problem import Case
+from tests.benchmarks.peers import MODES, OPTIONS
+from tests.benchmarks.problem import RESPONSE_TOKENS, Case
+from workbench import Policy, update_step
 from workbench.performance_study import FULL
+from workbench.planner import Request
+from workbench.planner.families import model_shape
+from workbench.planner.flops import exact_gradient_flops, work_by_phase
 
 FAMILIES = {
     "products: projections, head": ("aten::mm", "aten::addmm", "aten::addmm_"),
@@ -88,14 +94,48 @@ def rows_of(found: Any, seconds: float) -> list[tuple[str, int, float, float]]:
     return sorted(((f, calls[f], t, flops[f] / t) for f, t in spent.items()), key=lambda row: -row[2])
 
 
+def print_account(mode: str, case: Case) -> None:
+    """Bytes by the engine's own meter, the parameters' gradients among them; operations as the planner counts them."""
+    prompt, responses, advantages = case.data()
+    report = update_step(Policy(case.model()), prompt, responses, advantages=advantages, **OPTIONS[mode])
+    print(f"{case}, {mode}: most bytes alive by ledger (not all at one time) and by stage, MB")
+    for name, value in report.memory.items():
+        if name == "stage_peak_bytes":
+            print("  by stage:", {stage: round(peak / 1e6, 1) for stage, peak in value.items()})
+        elif isinstance(value, int):
+            print(f"  {name:24} {value / 1e6:8.1f}")
+    request = Request(
+        positions=case.prompt_tokens,
+        group_size=case.group,
+        response_tokens=RESPONSE_TOKENS,
+        weights="fp32",
+        training="full",
+        **OPTIONS[mode],
+    )
+    shape = model_shape(case.config(), str(case))
+    flops = {stage: work.flops for stage, work in work_by_phase(shape, request).items()}
+    least = exact_gradient_flops(
+        shape, prompt_tokens=case.prompt_tokens, response_tokens=RESPONSE_TOKENS, group_size=case.group,
+        through_prompt=not mode.startswith("response_only"),
+    )  # fmt: skip
+    print("GFLOP by stage:", {stage: round(count / 1e9) for stage, count in flops.items()}, end="")
+    print(f", in all {sum(flops.values()) / 1e9:.0f}; without computing anything again {least / 1e9:.0f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="?", default="hybrid:4096:8", help="such as hybrid:4096:8")
     parser.add_argument("--mode", choices=list(MODES), default=FULL)
     parser.add_argument("--operators", type=int, default=0, metavar="N", help="also the N longest operators and shapes")
+    parser.add_argument("--account", action="store_true", help="bytes by ledger and operations by stage, no profile")
     options = parser.parse_args()
     family, tokens, group = options.case.split(":")
     case = Case(family, int(tokens), int(group))
+    if options.account:
+        if options.mode not in OPTIONS:
+            parser.error(f"--account reads this repository's own meter: --mode must be one of {list(OPTIONS)}")
+        print_account(options.mode, case)
+        return
     rate = matmul_rate()
     found, seconds = profiled(options.mode, case)
     print(f"{case}, {options.mode}: {seconds:.1f} s, profiled; a large product runs at {rate / 1e9:.0f} GFLOP/s")
