@@ -1,10 +1,12 @@
 """How long a prompt this machine completes in full scope: `python -m tests.benchmarks.reach 131072`.
 
 One step on the small hybrid (8 layers, hidden 128, random weights), in a process of its own, with layer checkpoints and
-a walk checkpoint. The peak is the engine's own meter's, above the weights; the floor is what an exact gradient has to hold
-at the boundary: the prompt's rows and their float32 gradients. With `--interrupt` the process is killed (SIGKILL) in the
-middle of the walk and another one goes on. That run is not recorded, since nobody saw the killed process's peak: its
-gradient norm is compared with the recorded, uninterrupted one, which it equals to the bit on the same machine.
+a walk checkpoint. The peak is the engine's own meter's, above the weights; the floor is what an exact gradient has to
+hold at the boundary: the prompt's rows and their float32 gradients.
+
+With `--interrupt` the process is killed (SIGKILL) in the middle of the walk and another one goes on. That run is not
+recorded, since nobody saw the killed process's peak: its gradient norm is compared with the recorded, uninterrupted
+one, which it equals to the bit on the same machine.
 """
 
 from __future__ import annotations
