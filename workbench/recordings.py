@@ -53,6 +53,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     # One row: one prompt length that completed on a machine, with the peak of the step above the weights.
     "reach": (
         "model", "scope", "prompt_tokens", "group_size", "response_tokens", "peak_bytes", "floor_bytes", "step_seconds",
+        "grad_norm",
     ),
     # One row: one mode of one benchmark case. flops: counted, null where not; limit_flops: what an exact gradient needs
     # at least; floor_bytes: rows and their gradients; memory_source: "malloc" (to the byte), "rss" or "torch.cuda".

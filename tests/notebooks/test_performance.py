@@ -65,7 +65,7 @@ def test_the_recorded_reach_is_close_to_the_floor() -> None:
     """The distance is a chunk's graph, which does not grow, and the carries at chunk starts: small at length."""
     reach = PerformanceParameters(**PARAMETERS).reach()
     if reach is None:
-        pytest.skip("no reach run is recorded yet: python -m tests.benchmarks.reach 131072 --interrupt")
+        pytest.skip("no reach run is recorded yet: python -m tests.benchmarks.reach 131072")
     ratios = {row[0]: row[5] for row in reach_rows(reach)}
     assert max(ratios) >= 16_384
     assert all(1.0 < ratio <= (1.3 if tokens >= 65_536 else 1.6) for tokens, ratio in ratios.items())
