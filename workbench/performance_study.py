@@ -144,7 +144,7 @@ TIME_REASON = (
 )
 SERIAL_REASON = (
     "at its bound, since the serial peer too has this repository's recurrence: "
-    "0.161, 0.170 and 0.180 in three recordings, which spread by more than that (docs/performance.md)"
+    "0.161, 0.170 and 0.180 in three recordings; runs spread by 10 to 20 %"
 )
 SHARED_TIME_REASON = (
     "layer checkpoints do 356 GFLOP where one graph needs 226, 1.58 times as many; without them 292 "
