@@ -424,7 +424,8 @@ def cases(world: World) -> dict[str, Case]:
     hybrid, sparse = of("qwen3_5"), of("glm_moe_dsa", n_routed_experts=6)
     compare("hybrid", hybrid)
     compare("sparse with experts spread", sparse, ep=size)
-    compare("P = 1, one-token responses", hybrid, prompt=1, lengths=(1, 1), block=1)
+    # attention over one key has no gradient in q and k: what is there is rounding, and is held against the whole
+    compare("P = 1, one-token responses", hybrid, prompt=1, lengths=(1, 1), block=1, floor=1e-3)
     compare("fewer heads than ranks", of("qwen3_5", linear_num_value_heads=2, linear_num_key_heads=1), prompt=14)
     if size in (2, 4):
         compare("dense", of("qwen3"))

@@ -111,7 +111,7 @@ def quiet_loading() -> Iterator[None]:
 
 # --- tiny trained models ------------------------------------------------------------------------------------------
 
-BUNDLED_MODELS = ("tiny-hybrid", "tiny-hybrid-half", "tiny-glm-dsa")
+BUNDLED_MODELS = ("tiny-hybrid", "tiny-hybrid-half", "tiny-glm-dsa", "tiny-glm-dsa-half")
 BUNDLED_FOLDER = Path(__file__).resolve().parents[1] / "data" / "models"
 
 

@@ -227,12 +227,12 @@ class _SubChunks(torch.autograd.Function):
         dkey = torch.bmm(dsystem.mT, key_beta).baddbmm_(dattention.mT, query)
         dkey.addcmul_(dkey_out, to_end).addcmul_(dkey_beta, beta[..., None])
         dbeta = (dvalue_beta * value).sum(dim=-1) + (dkey_beta * key).sum(dim=-1)
-        # decays
-        dto_end = (dkey_out * key_out).sum(dim=-1)
-        dlog = dpairwise_log.sum(dim=2) - dpairwise_log.sum(dim=1) - dto_end
-        dlog += (dquery_in * query).sum(dim=-1) + (dread_in * key_beta).sum(dim=-1) * from_start[..., 0]
-        dlog[:, -1] += dto_end.sum(dim=-1) + dwhole * whole[:, 0, 0]
-        dlog = dlog.flip(-1).cumsum(dim=-1).flip(-1)
+        # a token's log decay is part of every span that crosses it: pairs, ends, starts, whole. Summed span by span:
+        # differences of running sums would cancel, and leave rounding where the gradient is 0
+        pairs = torch.matmul(torch.ones_like(dpairwise_log[0]).triu_(), dpairwise_log).tril_(-1)
+        dstart = (dquery_in * query).sum(dim=-1) + (dread_in * key_beta).sum(dim=-1) * from_start[..., 0]
+        dlog = pairs.sum(dim=-1) + dstart.flip(-1).cumsum(dim=-1).flip(-1) + (dwhole * whole[:, 0, 0])[:, None]
+        dlog[:, 1:] += (dkey_out * key_out).sum(dim=-1).cumsum(dim=-1)[:, :-1]
         dquery = dquery_in.baddbmm_(dattention, key)
         dvalue = dvalue_beta * beta[..., None]
         return *(x.unflatten(0, (ctx.sequences, -1)) for x in (dquery, dkey, dvalue, dlog, dbeta)), dinitial
