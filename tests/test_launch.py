@@ -80,9 +80,12 @@ def test_status_is_read_as_written(tmp_path: Path) -> None:
     assert read_status(tmp_path / "status") == RankStatus()
     status.stage("capture")
     status.waiting("all_gather 'x' over 2")
-    assert read_status(tmp_path / "status") == RankStatus(0, True, "stage capture: all_gather 'x' over 2")
+    assert read_status(tmp_path / "status") == RankStatus(0, True, "stage capture: all_gather 'x' over 2", 1)
     status.running()
-    assert read_status(tmp_path / "status") == RankStatus(1, False, "stage capture: all_gather 'x' over 2")
+    running = read_status(tmp_path / "status")
+    assert running == RankStatus(1, False, "stage capture: all_gather 'x' over 2", 1)
+    status.stage("capture")
+    assert read_status(tmp_path / "status") != running, "the same stage once more is progress: nothing has stalled"
 
 
 def _record(folder: Path) -> dict[str, str]:

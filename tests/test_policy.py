@@ -530,3 +530,22 @@ def test_nan_weights_of_the_reference_are_its_own_fault():
     with pytest.raises(NonFiniteError, match="layer 0"):
         step(policy, objective=ObjectiveConfig(beta=0.1))
     assert before.differences() == []
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("callers", [False, True])
+def test_subnormals_are_flushed_within_and_the_callers_setting_comes_back(default, callers):
+    def flushes() -> bool:
+        return bool(torch.tensor(1e-39, dtype=torch.float32) * 0.5 == 0)
+
+    policy = Policy(tiny_model("qwen3"))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    torch.set_flush_denormal(callers)
+    try:
+        with policy.active():
+            assert flushes()
+        assert flushes() is callers
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_default_dtype(before)

@@ -102,6 +102,12 @@ INVENTED = [
 ]
 
 
+def test_runs_without_a_time_still_say_what_they_learned() -> None:
+    (arm,) = arm_results(recording_of([line | {"step_seconds": None} for line in INVENTED]))
+    assert arm.gains == pytest.approx([0.6, -0.1])
+    assert arm.step_seconds is None
+
+
 def test_gains_bands_and_cost() -> None:
     (arm,) = arm_results(recording_of(INVENTED))
     assert arm.gains == pytest.approx([0.6, -0.1])

@@ -79,10 +79,10 @@ def evaluate_tasks(
 ) -> dict[str, Any]:
     """`evaluate` of tasks that are checked already."""
     check_positive("num_samples", num_samples)
-    ranks.stage("evaluate")
     policy = ranks.policy
     own: dict[int, list[Response]] = {}
     for task in progress([t for t in tasks if ranks.takes(t.index, len(tasks))], "evaluate", unit="task"):
+        ranks.stage("evaluate")
         state = capture_prompt(
             policy, task.prompt_ids, chunk_tokens=chunk_tokens, keep_boundaries=False, comm=ranks.of_a_prompt
         )

@@ -188,7 +188,8 @@ class _Run:
                 own[slot] = self._sampled_group(task, derived_seed(config.seed, "sample", step, slot))
             else:
                 self.states.used_elsewhere(task.index)
-        responses = self.ranks.all_responses(own)
+        with self._timed("gather"):
+            responses = self.ranks.all_responses(own)
         with self._timed("reward"):
             trainer_state = SimpleNamespace(global_step=step, max_steps=config.num_steps)
             table = self.ranks.rewards_of_first(

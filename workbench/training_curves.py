@@ -65,7 +65,7 @@ class ArmResult:
     learning_rate: float
     before: Mapping[int, float]
     after: Mapping[int, float]
-    step_seconds: float
+    step_seconds: float | None
     rows: Sequence[Row]
 
     @property
@@ -86,11 +86,13 @@ def arm_results(recording: Recording) -> list[ArmResult]:
                 curves.setdefault(row["seed"], []).append(row["held_out_reward"])
         curves = {seed: curve for seed, curve in curves.items() if len(curve) > 1}
         seconds = [row["step_seconds"] for row in chosen if row["step_seconds"] is not None]
-        if curves and seconds:
+        if curves:
             before, after = ({seed: curve[at] for seed, curve in curves.items()} for at in (0, -1))
             kept = [row for row in chosen if row["seed"] in curves]
             answer, scope, learning_rate = key
-            results.append(ArmResult(answer, scope, learning_rate, before, after, median(seconds), kept))
+            results.append(
+                ArmResult(answer, scope, learning_rate, before, after, median(seconds) if seconds else None, kept)
+            )
     return results
 
 

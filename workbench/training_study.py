@@ -245,7 +245,7 @@ def collect(
         title=f"GRPO on {config.model}, {config.kind}, {config.prompt_tokens:,} tokens",
         command=command,
         notes=[
-            "step_seconds: CPU seconds of one thread",
+            "step_seconds: CPU seconds of the process",
             *([f"{'not complete' if partial else 'not run'}: {names}"] if missing else []),
         ],
     )

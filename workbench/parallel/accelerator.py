@@ -20,12 +20,7 @@ def open_accelerator(*, on_gpus: bool) -> Accelerator:
 
     Raises InvalidInputError for what the engine cannot honour, before any work: nothing that was configured is ignored.
     """
-    for wrapper in _WRAPPERS:
-        if parse_flag_from_env(f"ACCELERATE_USE_{wrapper}"):
-            raise InvalidInputError(
-                f"accelerate is configured for {wrapper}, which shards or wraps the model; weights are whole on every "
-                "rank and open_mesh lays out the ranks: set distributed_type: MULTI_GPU or MULTI_CPU"
-            )
+    refuse_wrappers()
     accelerator = Accelerator(cpu=not on_gpus, device_placement=False)
     precision = accelerator.mixed_precision
     if precision != "no":
@@ -42,3 +37,13 @@ def open_accelerator(*, on_gpus: bool) -> Accelerator:
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise InvalidInputError("accelerate's dynamo_backend reaches nothing: no model is prepared; set it to no")
     return accelerator
+
+
+def refuse_wrappers() -> None:
+    """InvalidInputError where accelerate's configuration asks for a wrapper around the model."""
+    for wrapper in _WRAPPERS:
+        if parse_flag_from_env(f"ACCELERATE_USE_{wrapper}"):
+            raise InvalidInputError(
+                f"accelerate is configured for {wrapper}, which shards or wraps the model; weights are whole on every "
+                "rank and open_mesh lays out the ranks: set distributed_type: MULTI_GPU or MULTI_CPU"
+            )

@@ -14,7 +14,7 @@ from accelerate.parallelism_config import ParallelismConfig
 
 from workbench.comm import Mesh, OneProcess
 from workbench.errors import InvalidInputError
-from workbench.parallel.accelerator import open_accelerator
+from workbench.parallel.accelerator import open_accelerator, refuse_wrappers
 from workbench.parallel.ranks import Ranks
 from workbench.parallel.status import Status
 
@@ -62,6 +62,7 @@ def open_mesh(
     sizes = MeshSizes(dp, cp if cp is not None else max(1, world // max(1, dp)), ep)
     equation = sizes.equation(world)
     if world == 1:
+        refuse_wrappers()
         return Mesh()
     if not dist.is_initialized():
         _join(timeout_seconds)
