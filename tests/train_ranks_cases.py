@@ -191,6 +191,8 @@ def resumed(world: Any, dp: int) -> dict[str, Any]:
     again = run_of(policy, mesh, some_flat, config_of(output_dir=folder / "killed", **options))
     equal = [torch.equal(a, b) for a, b in zip(weights(policy), weights(undisturbed), strict=True)]
     record = json.loads((folder / "killed" / "run.json").read_text())
+    checkpoints = sorted(path.name for path in (folder / "killed" / "checkpoints").iterdir())
+    every_value(mesh.world, 0, device(), tag="test")  # all have read before rank 0 goes on in the same folder
     alone = policy_of("llama")
     if world.first:  # the same folder, gone on with on one process
         last = [folder / "killed" / "checkpoints" / f"step-0000000{step}" for step in (3, 4)]
@@ -204,7 +206,7 @@ def resumed(world: Any, dp: int) -> dict[str, Any]:
         "num_lines": len(again["metrics"]),
         "status": record["status"],
         "ranks": record["results"]["ranks"],
-        "checkpoints": sorted(path.name for path in (folder / "killed" / "checkpoints").iterdir()),
+        "checkpoints": checkpoints,
         "on_one_process": near,
     }
 
