@@ -106,8 +106,8 @@ def test_plan_against_the_meter(
 ) -> None:
     """Peak above the start of a step.
 
-    Measured (torch 2.13, CPU, float32): calibrated -1.9 to +1.5 % over these twelve, -3.1 to +3.1 % over 48 of both
-    families with and without LoRA and layer checkpoints. A peak is a count of tensors, the same on every run.
+    Measured (torch 2.13, CPU, float32): calibrated -3.6 to +3.2 % over these twelve, the hybrid's response_only lowest.
+    A peak is a count of tensors, the same on every run.
     """
     peak = peaks(setup, combination)
     calibrated = planned(setup, combination, calibrations[setup])

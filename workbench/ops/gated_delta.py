@@ -229,10 +229,10 @@ class _SubChunks(torch.autograd.Function):
         dbeta = (dvalue_beta * value).sum(dim=-1) + (dkey_beta * key).sum(dim=-1)
         # a token's log decay is part of every span that crosses it: pairs, ends, starts, whole. Summed span by span:
         # differences of running sums would cancel, and leave rounding where the gradient is 0
-        pairs = torch.matmul(torch.ones_like(dpairwise_log[0]).triu_(), dpairwise_log).tril_(-1)
         dstart = (dquery_in * query).sum(dim=-1) + (dread_in * key_beta).sum(dim=-1) * from_start[..., 0]
-        dlog = pairs.sum(dim=-1) + dstart.flip(-1).cumsum(dim=-1).flip(-1) + (dwhole * whole[:, 0, 0])[:, None]
-        dlog[:, 1:] += (dkey_out * key_out).sum(dim=-1).cumsum(dim=-1)[:, :-1]
+        dlog = dstart.flip(-1).cumsum(dim=-1).flip(-1) + (dwhole * whole[:, 0, 0])[:, None]
+        pairs = dpairwise_log.cumsum_(dim=2).tril_(-1).sum(dim=1)  # at j: pairs from j or before to behind j
+        dlog[:, 1:] += (pairs + (dkey_out * key_out).sum(dim=-1).cumsum(dim=-1))[:, :-1]
         dquery = dquery_in.baddbmm_(dattention, key)
         dvalue = dvalue_beta * beta[..., None]
         return *(x.unflatten(0, (ctx.sequences, -1)) for x in (dquery, dkey, dvalue, dlog, dbeta)), dinitial
