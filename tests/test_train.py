@@ -150,12 +150,12 @@ def test_every_update_of_a_run_is_the_oracles(loss: str, scale: str, scope: str,
         batches.append(make_batch(*args))
         return batches[-1]
 
-    def checked_apply(policy: Policy, optimizer: Any, **more: Any) -> None:
+    def checked_apply(policy: Policy, optimizer: Any, **more: Any) -> float:
         found = {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
         errors.append(oracle.relative_l2(found, expected_gradient(policy, batches[-1], config)))
         for name, parameter in policy.model.named_parameters():
             parameter.grad = found.get(name)
-        apply(policy, optimizer, **more)
+        return apply(policy, optimizer, **more)
 
     monkeypatch.setattr(train_module, "make_batch", spied_batch)
     monkeypatch.setattr(train_optimizer, "apply_gradients", checked_apply)

@@ -49,9 +49,9 @@ def our_run(policy: Policy, monkeypatch: Any) -> tuple[list[Any], list[float], l
     make_batch, apply = train_module.make_batch, train_optimizer.apply_gradients
     monkeypatch.setattr(train_module, "make_batch", lambda *a: batches.append(make_batch(*a)) or batches[-1])
 
-    def spied_apply(policy: Policy, *args: Any, **options: Any) -> None:
+    def spied_apply(policy: Policy, *args: Any, **options: Any) -> float:
         gradients.append({n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None})
-        apply(policy, *args, **options)
+        return apply(policy, *args, **options)
 
     monkeypatch.setattr(train_optimizer, "apply_gradients", spied_apply)
     config = TrainConfig(

@@ -62,14 +62,16 @@ def gradient_norm(policy: Policy, comm: Mesh | None = None) -> float:
 
 def apply_gradients(
     policy: Policy, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None, comm: Mesh | None = None
-) -> None:
-    """Clip the accumulated gradients, call the optimizer once, drop them. Without any gradient nothing changes.
+) -> float:
+    """Clip the accumulated gradients, call the optimizer once, drop them; returns their norm before clipping.
 
+    Without any gradient nothing changes. NonFiniteError names the first that is not finite, and nothing is updated.
     comm: the ranks that hold the same weights, which must still be bitwise the same afterwards.
     """
     named = policy.trainable_parameters()
+    norm = gradient_norm(policy, comm)
     if max_grad_norm is not None:
-        total = torch.tensor(global_norm(named, comm), device=policy.device)
+        total = torch.tensor(norm, device=policy.device)
         torch.nn.utils.clip_grads_with_norm_([p for _, p in named], max_grad_norm, total)
     changes = any(p.grad is not None for _, p in named)
     version = policy.weight_version
@@ -81,6 +83,7 @@ def apply_gradients(
     if comm is not None:
         require_same_parameters(named, comm, "weights after the update")
         comm.verified[policy] = policy.weight_version
+    return norm
 
 
 def report_over_ranks(report: StepReport, step: Step, comm: Mesh, before: Traffic) -> StepReport:

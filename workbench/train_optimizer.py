@@ -7,7 +7,7 @@ from transformers import get_scheduler
 
 from workbench.comm import Mesh
 from workbench.errors import InvalidInputError
-from workbench.finalize import apply_gradients, gradient_norm, sum_gradients
+from workbench.finalize import apply_gradients, sum_gradients
 from workbench.policy import Policy
 from workbench.train_config import TrainConfig
 
@@ -53,7 +53,6 @@ class RunOptimizer:
 
     def apply(self) -> float:
         """Clip, step, drop the gradients; returns their norm before clipping. Ranks must end with the same weights."""
-        norm = gradient_norm(self._policy, self._mesh)
-        apply_gradients(self._policy, self._prepared, max_grad_norm=self._max_grad_norm, comm=self._mesh)
+        norm = apply_gradients(self._policy, self._prepared, max_grad_norm=self._max_grad_norm, comm=self._mesh)
         self.scheduler.step()
         return norm
