@@ -72,6 +72,8 @@ def test_held_out_tasks_are_divided(worlds, size: int, name: str) -> None:
         ("other_tasks", "RanksDisagreeError: ranks disagree on train's tasks"),
         ("other_seed", "RanksDisagreeError: ranks disagree on train's configuration"),
         ("other_weights", "RanksDisagreeError: weights differ between ranks: model.norm.weight on rank [1]"),
+        ("evaluated_other_tasks", "RanksDisagreeError: ranks disagree on evaluate's tasks"),
+        ("evaluated_other_seed", "RanksDisagreeError: ranks disagree on evaluate's options"),
         ("too_few_prompts", "prompts_per_step=1 over 2 data ranks leaves ranks without work"),
         ("frozen_prompt", "use adapter_scope='all', or ranks for data only"),
         ("experts_on_disk", "checkpoints of experts that are spread over ranks are not implemented"),

@@ -251,6 +251,16 @@ def other_weights(world: Any) -> dict[str, Any]:
     return refused(lambda: train(policy, TASKS, varying, config=config_of(), comm=world.plain))
 
 
+def evaluated_other_tasks(world: Any) -> dict[str, Any]:
+    tasks = TASKS[:3] if world.first else TASKS[:4]
+    return refused(lambda: evaluate(policy_of("llama"), tasks, varying, num_samples=2, comm=world.plain))
+
+
+def evaluated_other_seed(world: Any) -> dict[str, Any]:
+    seed = int(world.first)
+    return refused(lambda: evaluate(policy_of("llama"), TASKS, varying, num_samples=2, seed=seed, comm=world.plain))
+
+
 def too_few_prompts(world: Any) -> dict[str, Any]:
     config = config_of(prompts_per_step=1)
     return refused(lambda: train(policy_of("llama"), TASKS, varying, config=config, comm=world.mesh(dp=2)))
@@ -272,7 +282,10 @@ def not_a_mesh(world: Any) -> dict[str, Any]:
     return refused(lambda: train(policy_of("llama"), TASKS, varying, config=config_of(), comm=comm))
 
 
-REFUSALS = (other_tasks, other_seed, other_weights, too_few_prompts, frozen_prompt, experts_on_disk, not_a_mesh)
+REFUSALS = (
+    other_tasks, other_seed, other_weights, evaluated_other_tasks, evaluated_other_seed, too_few_prompts, frozen_prompt,
+    experts_on_disk, not_a_mesh,
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------- accelerate

@@ -21,7 +21,7 @@ from workbench.train_batch import (
     reward_responses,
 )
 from workbench.train_metrics import reward_metrics
-from workbench.train_ranks import TrainRanks
+from workbench.train_ranks import TrainRanks, require_same_tasks
 from workbench.types import Response
 
 
@@ -49,10 +49,14 @@ def evaluate(
     check_rewards(rewards, reward_weights)
     check_ranks(policy, comm)
     ranks = TrainRanks(policy, comm)
+    checked = read_checked_tasks(policy, tasks, rewards)
+    require_same_tasks(ranks, "evaluate's tasks", checked)
+    drawn = (num_samples, max_new_tokens, temperature, eos_token_ids, chunk_tokens, reward_weights, seed)
+    ranks.require_same("evaluate's options", drawn)
     ranks.require_same_weights()
     return evaluate_tasks(
         ranks,
-        read_checked_tasks(policy, tasks, rewards),
+        checked,
         rewards,
         num_samples=num_samples,
         max_new_tokens=max_new_tokens,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -25,8 +25,6 @@ from workbench.rewards import RewardTable
 from workbench.train_batch import Task
 from workbench.train_config import TrainConfig
 from workbench.types import Response, accumulation_dtype
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -147,6 +145,9 @@ def open_train_ranks(policy: Policy, config: TrainConfig, comm: Mesh | None) -> 
 def require_same_run(ranks: TrainRanks, config: TrainConfig, *tasks: Sequence[Task] | None) -> None:
     """All ranks were given the same configuration, tasks and weights."""
     ranks.require_same("train's configuration", config.identity(), config.output_dir, config.resume)
-    texts = [(task.prompt_ids.tolist(), sorted(task.columns.items())) for some in tasks for task in some or ()]
-    ranks.require_same("train's tasks", texts)
+    require_same_tasks(ranks, "train's tasks", *tasks)
     ranks.require_same_weights()
+
+
+def require_same_tasks(ranks: TrainRanks, what: str, *tasks: Sequence[Task] | None) -> None:
+    ranks.require_same(what, [(t.prompt_ids.tolist(), sorted(t.columns.items())) for some in tasks for t in some or ()])
