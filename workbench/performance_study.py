@@ -142,10 +142,7 @@ TIME_REASON = (
     "a prompt chunk is computed three times forward with layer checkpoints, a peer's once or twice; the machine's load "
     "while recording, in the recording's notes, moves the ratio by a tenth or two"
 )
-SERIAL_REASON = (
-    "at its bound, since the serial peer too has this repository's recurrence: "
-    "0.161, 0.170 and 0.180 in three recordings; runs spread by 10 to 20 %"
-)
+SERIAL_REASON = "near its bound, since the serial peer too has this repository's recurrence; runs spread by 10 to 20 %"
 SHARED_TIME_REASON = (
     "layer checkpoints do 356 GFLOP where one graph needs 226, 1.58 times as many; without them 292 "
     f"({ACCOUNT.format('hybrid:4096:2')})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -281,6 +282,13 @@ def _require_differentiable_weights(model: nn.Module) -> None:
             raise UnsupportedModelError(f"{name} is an inference tensor; load the model outside inference_mode")
 
 
+@cache
+def _make_threads(count: int) -> None:
+    """Threads take the flag over from whoever makes them, and keep it: have them made, once, before it is set."""
+    if count > 1:
+        torch.ones(1 << 17, device="cpu").add_(1.0)
+
+
 @contextmanager
 def _flushed_subnormals() -> Iterator[None]:
     """Results below the smallest normal number (1e-38 in float32) count as 0 in this thread for the duration.
@@ -288,8 +296,7 @@ def _flushed_subnormals() -> Iterator[None]:
     What passes through a strong decay, a recurrent state or its gradient, ends there, and a core computes with such
     numbers up to fifteen times slower: a step of a Gated DeltaNet hybrid took 1.6 times as long.
     """
-    if torch.get_num_threads() > 1:  # threads take the flag over when they are made: make them before it is set
-        torch.ones(1 << 17, device="cpu").add_(1.0)
+    _make_threads(torch.get_num_threads())
     before = bool(torch.tensor(1e-39, dtype=torch.float32, device="cpu") * 0.5 == 0)
     torch.set_flush_denormal(True)
     try:

@@ -98,7 +98,7 @@ class Training:
     ) -> Iterator[TrainingStep]:
         """Each part until it is learned: (sequence length, where its batches come from)."""
         recipe, remaining, window = self.recipe, deque(parts), deque[float](maxlen=_WINDOW_STEPS)
-        for step in range(max_steps if parts else 0):
+        for step in range(max_steps):
             tokens, draw = remaining[0]
             rate = recipe.learning_rate * min(1.0, (step + 1) / recipe.warmup_steps)
             with dense_selection(self.model):
