@@ -20,8 +20,16 @@ OURS = ("full", "response_only")
 PEAK_SIZE, PEAK_REPEATS = 1024, 12
 
 
+def settle_process() -> None:
+    """What every mode runs under, for the rest of this process: never call it in one that goes on to other things."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # as the engine does within a step: the recurrence is slow for every mode without
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
 def measure(mode: str, case: Case, device: str = "cpu") -> dict[str, Any]:
     """CPU seconds (on CUDA: seconds between events) and peak bytes above what was live before the step."""
+    settle_process()
     model = prepared_model(mode, case, device)
     prompt, responses, advantages = _data(case, device)
     timer = _CudaTimer() if device == "cuda" else _CpuTimer()
@@ -37,12 +45,14 @@ def count(mode: str, case: Case) -> int:
     """Operations of one step. Members of the whole-sequence modes cost the same, so one is counted."""
     alone = mode.startswith(("serial", "batched", "TRL"))
     counted = Case(case.family, case.prompt_tokens, 1) if alone else case
+    settle_process()
     model = prepared_model(mode, counted)
     data = counted.data()
     return count_flops(lambda: MODES[mode](model, *data)) * (case.group if alone else 1)
 
 
 def save_gradient(mode: str, case: Case, target: Path) -> None:
+    settle_process()
     model = prepared_model(mode, case)
     MODES[mode](model, *case.data())
     torch.save({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, target)
@@ -50,8 +60,7 @@ def save_gradient(mode: str, case: Case, target: Path) -> None:
 
 def matmul_rate(device: str = "cpu") -> float:
     """Operations per second of a square float32 product, the best of a few: what no step can exceed."""
-    torch.set_num_threads(1)
-    torch.backends.cuda.matmul.allow_tf32 = False
+    settle_process()
     left, right = (torch.rand(PEAK_SIZE, PEAK_SIZE, device=device) for _ in range(2))
     best = float("inf")
     for _ in range(PEAK_REPEATS):
@@ -64,9 +73,6 @@ def matmul_rate(device: str = "cpu") -> float:
 
 def prepared_model(mode: str, case: Case, device: str = "cpu") -> Any:
     """A model on which the mode has run once, on a small case; its gradients stand where the measurement wants them."""
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # as the engine does within a step: the recurrence is slow for every mode without
-    torch.backends.cuda.matmul.allow_tf32 = False
     model = case.model().to(device)
     prepare(model, mode)
     for parameter in model.parameters():  # gradients are every mode's cost: allocate them before the mark
