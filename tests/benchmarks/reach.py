@@ -140,17 +140,19 @@ def main() -> None:
         print(json.dumps(run_child(options)))
         return
     row = measure(options)
-    kept = list(load_recording(options.out).rows) if options.out.exists() else []
+    before = load_recording(options.out) if options.out.exists() else None
+    kept = [] if before is None else list(before.rows)
     if options.interrupt:
         compare(row, kept)
         return
     rows = [r for r in kept if r["prompt_tokens"] != row["prompt_tokens"]] + [row]
+    command = shlex.join(["python", "-m", "tests.benchmarks.reach", *sys.argv[1:]])
     save_recording(
         options.out,
         "reach",
         sorted(rows, key=lambda r: r["prompt_tokens"]),
         title="The longest prompts that completed here in full scope",
-        command=shlex.join(["python", "-m", "tests.benchmarks.reach", *sys.argv[1:]]),
+        command="; ".join(dict.fromkeys([*(before.command.split("; ") if before else ()), command])),
         notes=["step_seconds is wall time; the machine was shared"],
     )
     print(f"peak {row['peak_bytes']:,} bytes, {row['peak_bytes'] / row['floor_bytes']:.3f} x the floor; {options.out}")
