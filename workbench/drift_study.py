@@ -52,7 +52,7 @@ class DriftParameters(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    models: tuple[str, ...] = Field(default=("tiny-hybrid-half", "random:glm_moe_dsa"), min_length=1)
+    models: tuple[str, ...] = Field(default=("tiny-hybrid-half", "tiny-glm-dsa-half"), min_length=1)
     learning_rates: tuple[NonNegativeFloat, ...] = Field(default=(3e-4, 1e-3, 3e-3), min_length=1)
     seeds: tuple[int, ...] = Field(default=(0, 1, 2), min_length=1)
     prompt_tokens: PositiveInt = 512

@@ -35,7 +35,7 @@ class ScopeParameters(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    models: tuple[str, ...] = Field(default=("tiny-hybrid-half", "random:glm_moe_dsa"), min_length=1)
+    models: tuple[str, ...] = Field(default=("tiny-hybrid-half", "tiny-glm-dsa-half"), min_length=1)
     seeds: tuple[int, ...] = Field(default=(0, 1, 2), min_length=1)
     prompt_tokens: tuple[PositiveInt, ...] = Field(default=(256, 512, 1024), min_length=1)
     response_tokens: tuple[PositiveInt, ...] = Field(default=(1, 4, 16), min_length=1)
