@@ -153,7 +153,7 @@ def main() -> None:
         sorted(rows, key=lambda r: r["prompt_tokens"]),
         title="The longest prompts that completed here in full scope",
         command="; ".join(dict.fromkeys([*(before.command.split("; ") if before else ()), command])),
-        notes=["step_seconds is wall time; the machine was shared"],
+        notes=["step_seconds is wall time of one thread; other jobs on the machine lengthen it"],
     )
     print(f"peak {row['peak_bytes']:,} bytes, {row['peak_bytes'] / row['floor_bytes']:.3f} x the floor; {options.out}")
 
