@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -225,3 +226,9 @@ def test_encode_prompt_refuses_what_is_no_prompt(tokenizer: Any, prompt: Any):
         return
     with pytest.raises(InvalidInputError, match="a text or a list of chat messages"):
         encode_prompt(tokenizer, prompt)
+
+
+def test_a_column_may_hold_an_array() -> None:
+    """Columns of `datasets` do; an array has no truth value."""
+    (row,) = read_tasks([{"prompt": "a", "answer": np.array([1, 2])}], needs=("answer",))
+    assert row["answer"].tolist() == [1, 2]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from workbench import (
     ObjectiveConfig,
     Policy,
     RefreshPolicy,
+    Sampled,
     StepDenominators,
     TrainConfig,
     evaluate,
@@ -417,6 +419,7 @@ def test_ctrl_c_leaves_a_record_and_a_run_that_goes_on(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
             return letters(completions, answer)
 
+        reward.__name__ = letters.__name__
         return reward
 
     config = config_of(num_steps=4, output_dir=tmp_path / "run", checkpoint_every=1)
@@ -502,6 +505,72 @@ def damage_run(folder: Path, kind: str | None) -> None:
         (folder / "config.json").unlink()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": ObjectiveConfig(beta=0.1)}, "needs a reference"),
+        ({"eos_token_ids": (999,)}, "eos_token_ids"),
+        ({"trackers": ("wandb",)}, "the package is not installed"),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"foo": 1}}, "do not fit"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_refused_leaves_the_folder_free(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("accelerate.utils.is_wandb_available", lambda: False)
+    with pytest.raises(InvalidInputError, match=message):
+        train(policy_of(), TASKS, letters, config=config_of(**options, output_dir=tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_rewards_read_the_same_trainer_state_in_training_and_evaluation() -> None:
+    seen = []
+
+    def curriculum(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+        seen.append((trainer_state.global_step, trainer_state.max_steps))
+        return in_order(completions)
+
+    train(policy_of(), TASKS, curriculum, config=config_of(eval_every=1), eval_tasks=TASKS[:1])
+    assert seen == [(0, 2), (0, 2), (1, 2), (1, 2), (2, 2)]
+    evaluate(policy_of(), TASKS[:1], curriculum)
+    assert seen[-1] == (0, 0)
+
+
+def test_sampled_chunks_are_drawn_anew_for_every_group_and_update(monkeypatch: Any) -> None:
+    walked = []
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        walked.append(options["gradient_scope"])
+        return update_step(*arguments, **options)
+
+    monkeypatch.setattr(train_module, "update_step", noting)
+    config = config_of(gradient_scope=Sampled(0.5), updates_per_batch=2)
+    train(policy_of(), TASKS, in_order, config=config)
+    first = list(walked)
+    assert len(set(first)) == len(first) == 8
+    assert {scope.fraction for scope in first} == {0.5}
+    train(policy_of(), TASKS, in_order, config=config)
+    assert walked[8:] == first
+
+
+def test_refreshing_at_every_step_goes_with_every_scope() -> None:
+    policies = policy_of(), policy_of()
+    for policy, refresh in zip(policies, (1, RefreshPolicy(interval=1)), strict=True):
+        train(policy, TASKS, in_order, config=config_of(refresh=refresh))
+    assert same_weights(*policies)
+
+
+def test_what_rewards_log_may_be_scalars_of_numpy_and_torch() -> None:
+    def logging(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+        for name, value in (("numpy", np.float32(1.5)), ("torch", torch.tensor(2.5)), ("plain", 3.5)):
+            log_metric(name, value)
+        return in_order(completions)
+
+    line = lines_of(train(policy_of(), TASKS, logging, config=config_of(num_steps=1)))[0]
+    assert [line[f"logged/{name}"] for name in ("numpy", "torch", "plain")] == [1.5, 2.5, 3.5]
+
+
 # ---------------------------------------------------------------- bad input
 
 
@@ -527,6 +596,21 @@ def needs_answer(completions: list[str], answer: list[str], **_: Any) -> list[fl
         ({"config": config_of(reward_weights=(1.0, 2.0))}, "2 for 1 reward functions"),
         ({"config": config_of(refresh=4)}, "would walk another model's prompt"),
         ({"frozen": True}, "no trainable parameter"),
+        ({"tasks": [{**TASKS[0], "completions": "x"}]}, "'completions' is a name that reward functions already get"),
+        ({"config": config_of(objective=ObjectiveConfig(beta=0.1))}, "beta=0.1 needs a reference"),
+        ({"config": config_of(eos_token_ids=(999,))}, "eos_token_ids"),
+        ({"config": config_of(eos_token_ids=5)}, "eos_token_ids"),
+        ({"config": config_of(max_new_tokens=40_000)}, "row 0: prompt and max_new_tokens has 40"),
+        ({"config": config_of(kept_states=7)}, "kept_states=7 reaches nothing"),
+        ({"config": config_of(reward_weights=3.0)}, "3.0 is no list of one number"),
+        (
+            {"config": config_of(lr_scheduler_type="cosine", lr_scheduler_kwargs={"foo": 1})},
+            "{'foo': 1} do not fit lr_scheduler_type='cosine'",
+        ),
+        (
+            {"config": config_of(lr_scheduler_type="warmup_stable_decay")},
+            "do not fit lr_scheduler_type='warmup_stable_decay'",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -569,7 +653,15 @@ def test_bad_input_is_one_error_before_any_work(options: dict[str, Any], message
         ({"resume": True}, "resume=True reaches nothing without output_dir"),
         ({"trackers": ("mlflow",), "output_dir": "x"}, "a tuple of tensorboard, wandb"),
         ({"adam_betas": (0.9, 1.0)}, "two numbers in"),
+        ({"adam_betas": None}, "two numbers in"),
         ({"seed": 0.5}, "seed=0.5 must be an integer"),
+        ({"top_p": 2.0}, r"top_p=2.0 must be in \(0, 1\]"),
+        ({"trackers": None}, "a tuple of tensorboard, wandb"),
+        ({"lr_scheduler_kwargs": None}, "must be a mapping"),
+        ({"lr_scheduler_kwargs": {"foo": 1}}, "reaches nothing with 'constant'"),
+        ({"kept_states": 2, "state_placement": "recapture"}, "kept_states reaches nothing"),
+        ({"eval_samples": 7}, "eval_samples=7 reaches nothing without eval_every"),
+        ({"eval_temperature": 0.5}, "eval_temperature=0.5 reaches nothing without eval_every"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

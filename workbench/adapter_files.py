@@ -88,7 +88,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def copy_tensors(places: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> None:
-    """Copy tensors into the places of the same names; nothing is written unless all names, shapes and dtypes agree."""
+    """Copy tensors into the places of the same names; nothing is written unless all names and shapes agree."""
     missing, unknown = sorted(places.keys() - found.keys()), sorted(found.keys() - places.keys())
     if missing or unknown:
         raise InvalidInputError(

@@ -3,7 +3,8 @@
     output_dir/checkpoints/step-00000040/
         adapter_model.safetensors, adapter_config.json   a LoRA policy's adapter, as PEFT loads it, or
         model.safetensors, config.json, ...              the whole model, as transformers loads it
-        trainer_state.safetensors                        optimizer moments and random number generators
+        trainer_state.safetensors                        optimizer moments, random number generators, and what is
+                                                         trained beside the adapter
         trainer_state.json                               position, schedule, identity of the run, digests of the files
 
 A checkpoint is made in a folder beside its place, brought to disk, and renamed: whenever the process ends, a folder
@@ -19,6 +20,7 @@ import random
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from workbench.adapter_files import ADAPTER_WEIGHTS, adapter_tensors, copy_tensors, read_tensors, save_adapter
+from workbench.canonical import canonical
 from workbench.errors import InvalidInputError
 from workbench.lora import peft_model
 from workbench.policy import Policy
@@ -36,7 +39,7 @@ from workbench.records import write_record
 
 FORMAT = "longstraw-checkpoint-1"
 STATE_TENSORS, STATE = "trainer_state.safetensors", "trainer_state.json"
-_PREFIX = "step-"
+_PREFIX, _BESIDE = "step-", "weight."
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -66,7 +69,8 @@ def save_checkpoint(
     try:
         _save_weights(policy, temporary)
         tensors, param_groups = _optimizer_tensors(optimizer)
-        save_file(tensors | _torch_generators(), temporary / STATE_TENSORS)
+        beside = {name: p.detach().cpu().contiguous() for name, p in _beside_adapter(policy).items()}
+        save_file(tensors | _torch_generators() | beside, temporary / STATE_TENSORS)
         state = {
             "format": FORMAT,
             "step": step,
@@ -120,28 +124,37 @@ def load_checkpoint(
     if state["parameters"] != names or state["optimizer"]["class"] != type(optimizer).__name__:
         raise InvalidInputError(f"{path} is of another model: other parameters were trained, or by another optimizer")
     tensors = read_tensors(path / STATE_TENSORS)
-    _load_weights(policy, path)
+    _load_weights(policy, path, {name: t for name, t in tensors.items() if name.startswith(_BESIDE)})
     optimizer.load_state_dict(_optimizer_state(tensors, state["optimizer"]["param_groups"]))
     scheduler.load_state_dict({**state["scheduler"], "lr_lambdas": [None] * len(optimizer.param_groups)})
     _restore_generators(tensors, state["generators"])
 
 
-def model_identity(policy: Policy) -> dict[str, Any]:
-    """What tells a policy from another one, but for its trained parameters: a run may only go on with the same."""
+def model_identity(policy: Policy, *, trained: bool = False) -> dict[str, Any]:
+    """What tells a policy from another one: a run may only go on with the same.
+
+    trained: the values of its trainable parameters too; without them, those of the run's own policy, which moves.
+    """
     digest = hashlib.sha256()
     for name, parameter in policy.model.named_parameters():
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}{parameter.requires_grad}".encode())
-        if not parameter.requires_grad:
+        if trained or not parameter.requires_grad:
             digest.update(_sum_of_bits(parameter).to_bytes(8, "little", signed=True))
-    peft = peft_model(policy.model)
-    adapters = {} if peft is None else {name: repr(sorted(c.to_dict().items())) for name, c in peft.peft_config.items()}
-    digest.update(repr(sorted(adapters.items())).encode())
+    digest.update(canonical(_adapter_configs(policy)).encode())
     return {
         "model": type(policy.adapter.causal_lm).__name__,
         "parameters": digest.hexdigest(),
         "adapter_scope": policy.adapter_scope,
         "vocab_size": policy.vocab_size,
     }
+
+
+def _adapter_configs(policy: Policy) -> dict[str, dict[str, Any]]:
+    """Every adapter's configuration, but for where the model was loaded from and by which PEFT."""
+    peft = peft_model(policy.model)
+    configs = {} if peft is None else {name: config.to_dict() for name, config in peft.peft_config.items()}
+    elsewhere = ("base_model_name_or_path", "peft_version")
+    return {name: {k: v for k, v in config.items() if k not in elsewhere} for name, config in configs.items()}
 
 
 # ---------------------------------------------------------------- weights
@@ -156,15 +169,27 @@ def _save_weights(policy: Policy, folder: Path) -> None:
             model.save_pretrained(folder)
 
 
-def _load_weights(policy: Policy, path: Path) -> None:
+def _load_weights(policy: Policy, path: Path, beside: Mapping[str, Tensor]) -> None:
+    """beside: what `_beside_adapter` saved."""
     what = f"checkpoint {path}"
     if peft_model(policy.model) is not None:
-        copy_tensors(adapter_tensors(policy.model), read_tensors(path / ADAPTER_WEIGHTS), what)
+        places = adapter_tensors(policy.model) | _beside_adapter(policy)
+        copy_tensors(places, read_tensors(path / ADAPTER_WEIGHTS) | dict(beside), what)
         return
     model: Any = policy.model
+    # in a dtype that holds all others: `dtype=` is of every parameter, and in a narrower one some lose bits
+    widest = reduce(torch.promote_types, (p.dtype for p in model.parameters()))
     with _without_bars():
-        saved = type(model).from_pretrained(path, dtype=policy.dtype)
+        saved = type(model).from_pretrained(path, dtype=widest)
     copy_tensors(dict(model.named_parameters()), dict(saved.named_parameters()), what)
+
+
+def _beside_adapter(policy: Policy) -> dict[str, Tensor]:
+    """Trained parameters that are no part of the adapter's files, such as norms that were made trainable, by name."""
+    if peft_model(policy.model) is None:
+        return {}
+    in_files = {tensor.data_ptr() for tensor in adapter_tensors(policy.model).values()}
+    return {f"{_BESIDE}{n}": p for n, p in policy.trainable_parameters() if p.data_ptr() not in in_files}
 
 
 @contextmanager

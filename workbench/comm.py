@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from workbench.canonical import canonical
 from workbench.errors import RanksDisagreeError
 
 Number = TypeVar("Number", int, float)
@@ -252,9 +253,5 @@ def is_expert_shard(parameter: Tensor) -> bool:
 
 
 def digest(*values: object) -> int:
-    """A 63-bit hash of arguments: tensors by their numbers, anything else by its text."""
-    sha = hashlib.sha256()
-    for value in values:
-        for item in value if isinstance(value, list | tuple) else [value]:
-            sha.update(repr(item.tolist() if isinstance(item, Tensor) else item).encode() + b"\0")
-    return int.from_bytes(sha.digest()[:8], "big") >> 1
+    """A 63-bit hash of arguments: tensors by their numbers, anything else by its text; the same in every process."""
+    return int.from_bytes(hashlib.sha256(canonical(values).encode()).digest()[:8], "big") >> 1

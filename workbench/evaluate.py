@@ -13,10 +13,10 @@ from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.rewards import check_rewards
 from workbench.rollout import sample_responses
+from workbench.seeds import derived_seed
 from workbench.train_batch import (
     RewardFunctions,
     Task,
-    derived_seed,
     read_checked_tasks,
     reward_responses,
 )
@@ -43,13 +43,15 @@ def evaluate(
     """Rewards of `num_samples` sampled responses to every task: means and deviations by function, lengths, truncation.
 
     tasks, rewards, reward_weights: as in `train`. The same seed draws the same random numbers whatever the weights, so
-    evaluations along a run compare like with like. comm: the mesh of ranks: data ranks divide the tasks, context ranks
-    share each, and all get the result of one process. Raises InvalidInputError before any work.
+    evaluations along a run compare like with like. Rewards get a trainer_state of step 0 of 0. comm: the mesh of ranks:
+    data ranks divide the tasks, context ranks share each, and all get the result of one process. Raises
+    InvalidInputError before any work.
     """
     check_rewards(rewards, reward_weights)
     check_ranks(policy, comm)
     ranks = TrainRanks(policy, comm)
-    checked = read_checked_tasks(policy, tasks, rewards)
+    check_positive("max_new_tokens", max_new_tokens)
+    checked = read_checked_tasks(policy, tasks, rewards, max_new_tokens=max_new_tokens)
     require_same_tasks(ranks, "evaluate's tasks", checked)
     drawn = (num_samples, max_new_tokens, temperature, eos_token_ids, chunk_tokens, reward_weights, seed)
     ranks.require_same("evaluate's options", drawn)
@@ -65,6 +67,7 @@ def evaluate(
         chunk_tokens=chunk_tokens,
         reward_weights=reward_weights,
         seed=seed,
+        trainer_state=SimpleNamespace(global_step=0, max_steps=0),
     )
 
 
@@ -80,8 +83,9 @@ def evaluate_tasks(
     chunk_tokens: int,
     reward_weights: Sequence[float] | None,
     seed: int,
+    trainer_state: SimpleNamespace,
 ) -> dict[str, Any]:
-    """`evaluate` of tasks that are checked already."""
+    """`evaluate` of tasks that are checked already. trainer_state: what the rewards get."""
     check_positive("num_samples", num_samples)
     policy = ranks.policy
     own: dict[int, list[Response]] = {}
@@ -101,9 +105,8 @@ def evaluate_tasks(
         )
         del state
     responses = ranks.all_responses(own)
-    untrained = SimpleNamespace(global_step=None)
     table = ranks.rewards_of_first(
-        lambda: reward_responses(policy, tasks, responses, rewards, reward_weights, untrained)
+        lambda: reward_responses(policy, tasks, responses, rewards, reward_weights, trainer_state)
     )
     lengths = [len(response) for group in responses for response in group]
     return {

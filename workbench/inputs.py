@@ -53,7 +53,7 @@ def check_prompt(policy: Policy, prompt_ids: Ids) -> Tensor:
             "prompt_ids is empty: a prompt needs at least one token, whose logits score the response"
         )
     _check_range(prompt, policy.vocab_size, "prompt_ids")
-    _check_positions(policy, prompt.numel(), "the prompt")
+    check_positions(policy, prompt.numel(), "the prompt")
     return prompt
 
 
@@ -69,7 +69,7 @@ def check_responses(policy: Policy, prompt_tokens: int, responses: Sequence[Resp
     for member, response in enumerate(responses):
         ids = _as_ids(response.ids if isinstance(response, Response) else response, f"response {member}", copy=False)
         _check_range(ids, policy.vocab_size, f"response {member}")
-        _check_positions(policy, prompt_tokens + ids.numel(), f"the prompt with response {member}")
+        check_positions(policy, prompt_tokens + ids.numel(), f"the prompt with response {member}")
         checked.append(ids)
     return checked
 
@@ -146,7 +146,7 @@ def _check_range(ids: Tensor, vocab_size: int, what: str) -> None:
         )
 
 
-def _check_positions(policy: Policy, tokens: int, what: str) -> None:
+def check_positions(policy: Policy, tokens: int, what: str) -> None:
     if tokens > policy.max_positions:
         raise InvalidInputError(
             f"{what} has {tokens} positions, more than the model's max_position_embeddings of {policy.max_positions}; "

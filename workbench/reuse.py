@@ -23,6 +23,7 @@ from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.refresh import Decision, PromptReuse, RefreshPolicy, ReuseReport
 from workbench.rollout import sample_responses
+from workbench.seeds import scope_at
 from workbench.types import GradientScope, Response, StepReport
 from workbench.update import DEFAULT_OBJECTIVE, update_step
 
@@ -94,7 +95,8 @@ def reuse_run(
     optimizer. oracle: measure drift at every step, on the group of the "first" step, the same tokens throughout, or on
     the "current" step's own; None: not at all. The sampling log-probs are the old ones. oracle_gradient: also compare
     loss and gradient, at every step or at these state ages only.
-    eos_token_ids: as in `sample_responses`. seed: step t samples with seed x 100,003 + t.
+    eos_token_ids: as in `sample_responses`. seed: step t samples with seed x 100,003 + t. `Sampled` draws other chunks
+    at every step.
 
     Raises InvalidInputError before any work if reuse could meet a gradient scope that walks the prompt.
     """
@@ -158,7 +160,7 @@ def reuse_run(
                 responses,
                 rewards=rewards,
                 objective=objective,
-                gradient_scope=gradient_scope,
+                gradient_scope=scope_at(gradient_scope, seed, index),
                 state=state,
                 allow_stale=gradient_scope == "response_only",
                 optimizer=optimizer,

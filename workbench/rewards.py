@@ -24,7 +24,7 @@ from workbench.types import is_number
 
 RewardFunction = Callable[..., Any]
 Rewards = tuple[float | None, ...]
-_RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+GIVEN_TO_REWARDS = frozenset(("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"))
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ def compute_rewards(
         name: _checked_rewards(name, given, len(completions)) for name, given in _call_all(named, arguments).items()
     }
     totals = tuple(_total(row, scale) for row in zip(*by_function.values(), strict=True))
-    return RewardTable(totals, by_function, _excluded(totals, list(named)), {k: tuple(v) for k, v in logged.items()})
+    told = {name: tuple(map(_scalar, values)) for name, values in logged.items()}
+    return RewardTable(totals, by_function, _excluded(totals, list(named)), told)
 
 
 def exact_answer(completions: Sequence[Any], *, answer: Sequence[str], **_: Any) -> list[float]:
@@ -113,9 +114,11 @@ def _pieces(text: str) -> list[str]:
 # --- checks ------------------------------------------------------------------------------------------------------
 
 
-def check_rewards(functions: RewardFunction | Sequence[RewardFunction], weights: Sequence[float] | None) -> None:
-    """Refuse what `compute_rewards` would refuse before it calls any function."""
-    _checked_weights(weights, list(_named(functions)))
+def check_rewards(functions: RewardFunction | Sequence[RewardFunction], weights: Sequence[float] | None) -> list[str]:
+    """Refuse what `compute_rewards` would refuse before it calls any function; their names."""
+    names = list(_named(functions))
+    _checked_weights(weights, names)
+    return names
 
 
 def _named(functions: RewardFunction | Sequence[RewardFunction]) -> dict[str, RewardFunction]:
@@ -140,6 +143,8 @@ def _named(functions: RewardFunction | Sequence[RewardFunction]) -> dict[str, Re
 def _checked_weights(weights: Sequence[float] | None, names: list[str]) -> list[float]:
     if weights is None:
         return [1.0] * len(names)
+    if not isinstance(weights, Sequence):
+        raise InvalidInputError(f"weights: {weights!r} is no list of one number per reward function")
     if len(weights) != len(names):
         raise InvalidInputError(f"weights: {len(weights)} for {len(names)} reward functions ({', '.join(names)})")
     for name, weight in zip(names, weights, strict=True):
@@ -150,7 +155,7 @@ def _checked_weights(weights: Sequence[float] | None, names: list[str]) -> list[
 
 def _check_lists(prompts: Any, completions: Any, completion_ids: Any, columns: Mapping[str, Any]) -> None:
     for name in columns:
-        if name in _RESERVED:
+        if name in GIVEN_TO_REWARDS:
             raise InvalidInputError(f"columns: {name!r} is a name that reward functions already get")
     for name, values in {"prompts": prompts, "completion_ids": completion_ids, **columns}.items():
         if isinstance(values, str) or len(values) != len(completions):
@@ -174,9 +179,13 @@ def _checked_rewards(name: str, given: Any, num_completions: int) -> Rewards:
     return tuple(_checked_reward(name, index, reward) for index, reward in enumerate(given))
 
 
+def _scalar(value: Any) -> Any:
+    """A scalar of torch or numpy as Python's."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
 def _checked_reward(name: str, index: int, reward: Any) -> float | None:
-    if getattr(reward, "ndim", None) == 0:  # a scalar of torch or numpy
-        reward = reward.item()
+    reward = _scalar(reward)
     if reward is None:
         return None
     if not isinstance(reward, Real):  # bool is one: a test that passed or not

@@ -219,7 +219,7 @@ def check_options(
             "gradient; remove it, and use the gradient after the step"
         )
     _check_optimizer(optimizer, objective, comm, trainable)
-    _check_reference(policy, objective)
+    check_reference(policy, objective)
 
 
 def _check_optimizer(
@@ -241,7 +241,7 @@ def _check_optimizer(
         raise InvalidInputError("the optimizer holds none of the policy's trainable parameters")
 
 
-def _check_reference(policy: Policy, objective: ObjectiveConfig) -> None:
+def check_reference(policy: Policy, objective: ObjectiveConfig) -> None:
     if objective.beta == 0.0:
         return
     if policy.reference is None:

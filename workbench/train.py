@@ -22,18 +22,19 @@ from typing import Any
 from workbench.comm import Mesh
 from workbench.errors import InvalidInputError
 from workbench.evaluate import evaluate_tasks
-from workbench.inputs import entry_point
+from workbench.inputs import check_end_ids, entry_point
 from workbench.policy import Policy
 from workbench.progress import progress
 from workbench.records import RunRecord
 from workbench.rewards import check_rewards
 from workbench.rollout import sample_responses
+from workbench.seeds import derived_seed, scope_at
+from workbench.step import check_reference
 from workbench.train_batch import (
     Batch,
     Group,
     RewardFunctions,
     Task,
-    derived_seed,
     make_batch,
     read_checked_tasks,
     reward_responses,
@@ -45,8 +46,8 @@ from workbench.train_optimizer import RunOptimizer
 from workbench.train_output import Position, RunOutput
 from workbench.train_ranks import TrainRanks, open_train_ranks, require_same_run
 from workbench.train_states import StateStore
-from workbench.train_trackers import Trackers
-from workbench.types import Response
+from workbench.train_trackers import Trackers, check_trackers
+from workbench.types import GradientScope, Response
 from workbench.update import update_step
 
 
@@ -80,11 +81,18 @@ def train(
         raise InvalidInputError(f"config is a {type(config).__name__}; give TrainConfig(num_steps=..., ...)")
     if (eval_tasks is None) != (config.eval_every is None):
         raise InvalidInputError("eval_tasks and config.eval_every belong together: give both or neither")
-    check_rewards(rewards, config.reward_weights)
-    checked = read_checked_tasks(policy, tasks, rewards)
-    held_out = None if eval_tasks is None else read_checked_tasks(policy, eval_tasks, rewards, "eval_tasks")
+    reward_names = check_rewards(rewards, config.reward_weights)
+    room = config.max_new_tokens
+    checked = read_checked_tasks(policy, tasks, rewards, max_new_tokens=room)
+    held_out = None
+    if eval_tasks is not None:
+        held_out = read_checked_tasks(policy, eval_tasks, rewards, "eval_tasks", max_new_tokens=room)
+    check_reference(policy, config.objective)
+    if config.eos_token_ids is not None:
+        check_end_ids(policy, config.eos_token_ids)
+    check_trackers(config.trackers)
     ranks = open_train_ranks(policy, config, comm)
-    run = _Run(ranks, checked, rewards, config, held_out)
+    run = _Run(ranks, checked, rewards, reward_names, config, held_out)
     return run.to_the_end()
 
 
@@ -96,6 +104,7 @@ class _Run:
         ranks: TrainRanks,
         tasks: list[Task],
         rewards: RewardFunctions,
+        reward_names: list[str],
         config: TrainConfig,
         eval_tasks: list[Task] | None,
     ) -> None:
@@ -104,7 +113,9 @@ class _Run:
         self.optimizer = RunOptimizer(self.policy, config, ranks.mesh)
         self.states = StateStore(self.policy, config, ranks.of_a_prompt)
         self.task_at = task_order(len(tasks), config.seed)
-        self.output = RunOutput(self.policy, tasks, config, writes=ranks.first)
+        self.output = RunOutput(
+            self.policy, tasks, config, eval_tasks=eval_tasks, rewards=reward_names, writes=ranks.first
+        )
         require_same_run(ranks, config, tasks, eval_tasks)  # every rank has looked at the folder before one writes
         self.position = self.output.start(self.optimizer.torch_optimizer, self.optimizer.scheduler)
         ranks.require_same("the checkpoint in output_dir, which every rank must see", self.position)
@@ -191,13 +202,15 @@ class _Run:
         with self._timed("gather"):
             responses = self.ranks.all_responses(own)
         with self._timed("reward"):
-            trainer_state = SimpleNamespace(global_step=step, max_steps=config.num_steps)
+            state = self._trainer_state(step)
             table = self.ranks.rewards_of_first(
-                lambda: reward_responses(
-                    self.policy, tasks, responses, self.rewards, config.reward_weights, trainer_state
-                )
+                lambda: reward_responses(self.policy, tasks, responses, self.rewards, config.reward_weights, state)
             )
         return make_batch(tasks, responses, table, config.objective)
+
+    def _trainer_state(self, step: int) -> SimpleNamespace:
+        """What reward functions read of TRL's TrainerState."""
+        return SimpleNamespace(global_step=step, max_steps=self.config.num_steps)
 
     def _sampled_group(self, task: Task, seed: int) -> list[Response]:
         config = self.config
@@ -220,12 +233,13 @@ class _Run:
 
     def _update(self, step: int, update: int, batch: Batch) -> None:
         """One optimizer update: gradients of all groups that can learn, accumulated under the batch's denominators."""
-        learning_rate = self.optimizer.learning_rate
+        config, learning_rate = self.config, self.optimizer.learning_rate
         groups = {slot: group for slot, group in enumerate(batch.groups) if group.learns}
         own: dict[int, dict[str, Any]] = {}
         for slot, group in groups.items():
             if self._takes(slot, group.task):
-                own[slot] = vars(self._replayed(group, batch))
+                scope = scope_at(config.gradient_scope, config.seed, step, update, slot)
+                own[slot] = vars(self._replayed(group, batch, scope))
             else:
                 self.states.used_elsewhere(group.task.index)
         if self.ranks.mesh is not None:
@@ -255,7 +269,7 @@ class _Run:
         num_updates = len(self.output.metrics.lines)
         self.trackers.log(self.output.metrics.lines[-1], num_updates, "train")
 
-    def _replayed(self, group: Group, batch: Batch) -> GroupUpdate:
+    def _replayed(self, group: Group, batch: Batch, scope: GradientScope) -> GroupUpdate:
         config = self.config
         state = None
         if self.states.holds:
@@ -269,7 +283,7 @@ class _Run:
             group.responses,
             advantages=group.advantages,
             objective=config.step_objective,
-            gradient_scope=config.gradient_scope,
+            gradient_scope=scope,
             chunk_tokens=config.chunk_tokens,
             block_tokens=config.block_tokens,
             checkpoint_layers=config.checkpoint_layers,
@@ -302,6 +316,7 @@ class _Run:
             chunk_tokens=config.chunk_tokens,
             reward_weights=config.reward_weights,
             seed=config.seed,
+            trainer_state=self._trainer_state(step),
         )
         self.output.evaluations.append({"step": step, "weight_version": self._weight_version(), **result})
         num_updates = len(self.output.metrics.lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +14,15 @@ from torch import Tensor
 from workbench.advantages import group_advantages, reward_notes, zero_variance_members
 from workbench.config import ObjectiveConfig
 from workbench.errors import InvalidInputError
-from workbench.inputs import check_prompt
+from workbench.inputs import check_positions, check_prompt
 from workbench.objective import StepDenominators
 from workbench.policy import Policy
-from workbench.rewards import RewardTable, compute_rewards
+from workbench.rewards import GIVEN_TO_REWARDS, RewardTable, compute_rewards
+from workbench.seeds import derived_seed
 from workbench.tasks import check_tokenizer, encode_prompt, is_conversational, read_tasks
 from workbench.types import Response
 
 RewardFunctions = Callable[..., Any] | Sequence[Callable[..., Any]]
-_GIVEN_TO_REWARDS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,19 @@ class Batch:
     notes: tuple[str, ...]
 
 
-def read_checked_tasks(policy: Policy, tasks: Any, rewards: RewardFunctions, name: str = "tasks") -> list[Task]:
-    """Every task encoded and checked, before any work: prompts, the columns that rewards need, the tokenizer."""
+def read_checked_tasks(
+    policy: Policy, tasks: Any, rewards: RewardFunctions, name: str = "tasks", *, max_new_tokens: int = 0
+) -> list[Task]:
+    """Every task encoded and checked, before any work: prompts, the columns that rewards need, the tokenizer.
+
+    max_new_tokens: what must find room after every prompt.
+    """
     check_tokenizer(policy.tokenizer, policy.vocab_size)
     tokenizer: Any = policy.tokenizer
     rows = read_tasks(tasks, needs=tuple(needed_columns(rewards)))
     columns = set(rows[0])
+    if reserved := columns & GIVEN_TO_REWARDS:
+        raise InvalidInputError(f"{name}: {min(reserved)!r} is a name that reward functions already get; rename it")
     checked = []
     for index, row in enumerate(rows):
         if set(row) != columns:
@@ -77,6 +83,7 @@ def read_checked_tasks(policy: Policy, tasks: Any, rewards: RewardFunctions, nam
             raise InvalidInputError(f"{name}, row {index}: columns differ from row 0's ({differing})")
         try:
             ids = check_prompt(policy, row.get("prompt_ids", encode_prompt(tokenizer, row["prompt"])))
+            check_positions(policy, ids.numel() + max_new_tokens, "prompt and max_new_tokens")
         except InvalidInputError as error:
             raise InvalidInputError(f"{name}, row {index}: {error}") from error
         others = {key: value for key, value in row.items() if key not in ("prompt", "prompt_ids")}
@@ -93,7 +100,7 @@ def needed_columns(rewards: RewardFunctions) -> Iterator[str]:
             continue
         for parameter in parameters:
             named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if named and parameter.default is parameter.empty and parameter.name not in _GIVEN_TO_REWARDS:
+            if named and parameter.default is parameter.empty and parameter.name not in GIVEN_TO_REWARDS:
                 yield parameter.name
 
 
@@ -110,11 +117,6 @@ def task_order(num_tasks: int, seed: int) -> Callable[[int], int]:
         return epochs[epoch][offset]
 
     return task_at
-
-
-def derived_seed(*parts: Any) -> int:
-    """A seed of 62 bits that depends on all parts and on nothing else."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 2
 
 
 def reward_responses(

@@ -37,7 +37,8 @@ class TrainConfig:
     lr_scheduler_type, warmup_steps, lr_scheduler_kwargs: `transformers.get_scheduler`, over updates.
     max_grad_norm: of the whole batch's gradient; None leaves it.
     objective: the loss; its denominators and advantage_scale="batch" are over the whole batch.
-    gradient_scope, chunk_tokens, block_tokens, checkpoint_layers: as in `update_step`.
+    gradient_scope, chunk_tokens, block_tokens, checkpoint_layers: as in `update_step`; `Sampled` draws other chunks for
+        every group and update, from its seed and this one.
     state_placement: "device" or "host" hold the prompts' resident states between sampling and updates;
         "recapture" holds none, and captures each prompt once more for every update.
     refresh: a state serves until it is this many updates old, or until a `RefreshPolicy` says so. Above 1 it serves
@@ -111,14 +112,16 @@ class TrainConfig:
     @property
     def reuses_states(self) -> bool:
         """May a state serve after the update that made it stale?"""
-        return self.refresh != 1
+        refresh = self.refresh
+        return (refresh.interval if isinstance(refresh, RefreshPolicy) else refresh) != 1
 
     def identity(self) -> dict[str, Any]:
         """All that the results depend on, as JSON."""
         values = {name: value for name, value in asdict(self).items() if name not in NOT_IDENTITY}
         # scopes and refresh policies are objects: asdict takes apart those that are dataclasses, and loses their names
         values |= {name: repr(getattr(self, name)) for name in ("gradient_scope", "refresh")}
-        return json.loads(json.dumps(values, default=str))
+        # what JSON has no number for, such as clip_high=inf, is text: it must come back as it went
+        return json.loads(json.dumps(values, default=str), parse_constant=str)
 
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
@@ -154,8 +157,11 @@ def _check_numbers(config: TrainConfig) -> None:
     norm = config.max_grad_norm
     if norm is not None and (not is_number(norm) or norm <= 0.0):
         _refuse(f"max_grad_norm={norm!r} must be a number > 0, or None")
-    betas = config.adam_betas
-    if len(betas) != 2 or not all(is_number(b) and 0.0 <= b < 1.0 for b in betas):
+    if config.top_p > 1.0:
+        _refuse(f"top_p={config.top_p!r} must be in (0, 1]")
+    betas: Any = config.adam_betas
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not pair or not all(is_number(b) and 0.0 <= b < 1.0 for b in betas):
         _refuse(f"adam_betas={betas!r} must be two numbers in [0, 1)")
 
 
@@ -171,16 +177,32 @@ def _check_choices(config: TrainConfig) -> None:
         _refuse(f"lr_scheduler_type={config.lr_scheduler_type!r} is not one of {', '.join(SCHEDULES_WITHOUT_METRICS)}")
     if config.warmup_steps and config.lr_scheduler_type == "constant":
         _refuse("warmup_steps reaches nothing with lr_scheduler_type='constant'; use 'constant_with_warmup'")
+    kwargs: Any = config.lr_scheduler_kwargs
+    if not isinstance(kwargs, Mapping):
+        _refuse(f"lr_scheduler_kwargs={kwargs!r} must be a mapping")
+    if kwargs and config.lr_scheduler_type in ("constant", "constant_with_warmup"):
+        _refuse(f"lr_scheduler_kwargs={dict(kwargs)!r} reaches nothing with {config.lr_scheduler_type!r}")
     trackers: Any = config.trackers
-    if isinstance(trackers, str) or any(name not in TRACKERS for name in trackers):
+    if not isinstance(trackers, tuple | list) or any(name not in TRACKERS for name in trackers):
         _refuse(f"trackers={trackers!r}: a tuple of {', '.join(TRACKERS)}")
     interval = config.refresh
     is_interval = isinstance(interval, int) and not isinstance(interval, bool) and interval >= 1
     if not is_interval and not isinstance(interval, RefreshPolicy):
         _refuse(f"refresh={interval!r} must be an integer >= 1 or a RefreshPolicy")
+    _check_reach(config)
+
+
+def _check_reach(config: TrainConfig) -> None:
+    """An option that reaches nothing is an error."""
     if config.output_dir is None:
         for name in ("checkpoint_every", "resume", "trackers"):
             if getattr(config, name):
                 _refuse(f"{name}={getattr(config, name)!r} reaches nothing without output_dir")
-    if config.reuses_states and config.state_placement == "recapture":
-        _refuse("refresh reaches nothing with state_placement='recapture', which holds no state")
+    if config.state_placement == "recapture":
+        for name, reaches in (("refresh", config.reuses_states), ("kept_states", config.kept_states is not None)):
+            if reaches:
+                _refuse(f"{name} reaches nothing with state_placement='recapture', which holds no state")
+    if config.eval_every is None:
+        for name, default in (("eval_samples", 1), ("eval_temperature", 1.0)):
+            if getattr(config, name) != default:
+                _refuse(f"{name}={getattr(config, name)!r} reaches nothing without eval_every")

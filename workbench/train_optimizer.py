@@ -32,13 +32,19 @@ class RunOptimizer:
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
         )
-        self.scheduler = get_scheduler(
-            config.lr_scheduler_type,
-            self.torch_optimizer,
-            num_warmup_steps=config.warmup_steps,
-            num_training_steps=config.num_steps * config.updates_per_batch,
-            scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs) or None,
-        )
+        try:
+            self.scheduler = get_scheduler(
+                config.lr_scheduler_type,
+                self.torch_optimizer,
+                num_warmup_steps=config.warmup_steps,
+                num_training_steps=config.num_steps * config.updates_per_batch,
+                scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs) or None,
+            )
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(
+                f"lr_scheduler_kwargs={dict(config.lr_scheduler_kwargs)!r} do not fit lr_scheduler_type="
+                f"{config.lr_scheduler_type!r}: {error}"
+            ) from error
         self._prepared = self.torch_optimizer if mesh is None else mesh.prepare_optimizer(self.torch_optimizer)
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from workbench.canonical import canonical
 from workbench.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
@@ -42,10 +43,20 @@ class Position:
 class RunOutput:
     """Everything that a run writes. Without a folder metrics stay in memory and nothing else happens.
 
+    rewards: names of the reward functions; of what they compute a resumed run knows nothing.
     writes: False for all ranks but the first, which read what is there to go on from and leave it as it is.
     """
 
-    def __init__(self, policy: Policy, tasks: Sequence[Task], config: TrainConfig, *, writes: bool = True) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        tasks: Sequence[Task],
+        config: TrainConfig,
+        *,
+        eval_tasks: Sequence[Task] | None = None,
+        rewards: Sequence[str] = (),
+        writes: bool = True,
+    ) -> None:
         self._policy, self._config, self._writes = policy, config, writes
         self._provenance = provenance()
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -57,7 +68,10 @@ class RunOutput:
         self._identity = {
             "config": config.identity(),
             "model": model_identity(policy),
+            "reference": _reference_identity(policy, config),
+            "rewards": list(rewards),
             "tasks": _tasks_digest(tasks),
+            "eval_tasks": _tasks_digest(eval_tasks or ()),
         }
         self._refuse_other_runs(self.folder)
 
@@ -179,8 +193,16 @@ class RunOutput:
 def _tasks_digest(tasks: Sequence[Task]) -> str:
     digest = hashlib.sha256()
     for task in tasks:
-        digest.update(repr((task.prompt_ids.tolist(), sorted(task.columns.items()))).encode())
+        digest.update(canonical((task.prompt_ids, task.columns)).encode())
     return digest.hexdigest()
+
+
+def _reference_identity(policy: Policy, config: TrainConfig) -> dict[str, Any] | None:
+    """Of a reference with weights of its own; one that is this model without its adapter is in the model's identity."""
+    reference = policy.reference
+    if config.objective.beta == 0.0 or reference is None or reference.model is policy.model:
+        return None
+    return model_identity(reference, trained=True)
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> list[str]:

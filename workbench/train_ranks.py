@@ -150,4 +150,4 @@ def require_same_run(ranks: TrainRanks, config: TrainConfig, *tasks: Sequence[Ta
 
 
 def require_same_tasks(ranks: TrainRanks, what: str, *tasks: Sequence[Task] | None) -> None:
-    ranks.require_same(what, [(t.prompt_ids.tolist(), sorted(t.columns.items())) for some in tasks for t in some or ()])
+    ranks.require_same(what, [(t.prompt_ids, t.columns) for some in tasks for t in some or ()])

@@ -35,6 +35,11 @@ class StateStore:
                 f"{config.gradient_scope!r} would walk another model's prompt; use gradient_scope='response_only', "
                 "refresh=1, or an adapter_scope that leaves the prompt to the base model"
             )
+        if config.kept_states is not None and not self.outlive_updates:
+            raise InvalidInputError(
+                f"kept_states={config.kept_states} reaches nothing: with refresh={config.refresh!r} no state outlives "
+                "its update"
+            )
         self._held: dict[int, PromptReuse | None] = {}  # by task, least recently used first; None: elsewhere
 
     @property

@@ -27,13 +27,19 @@ class Trackers:
             tracker.finish()
 
 
-def _started(name: str, folder: Path, configuration: Mapping[str, Any]) -> Any:
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse a tracker whose package is not there, before anything is written."""
     from accelerate.utils import is_tensorboard_available, is_wandb_available
 
     available = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
-    if not available[name]():
-        raise InvalidInputError(f"trackers={name!r}: the package is not installed: pip install {name}")
+    for name in names:
+        if not available[name]():
+            raise InvalidInputError(f"trackers={name!r}: the package is not installed: pip install {name}")
+
+
+def _started(name: str, folder: Path, configuration: Mapping[str, Any]) -> Any:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
     options = {"logging_dir": str(folder / FOLDER)} if name == "tensorboard" else {"dir": str(folder)}
     tracker = LOGGER_TYPE_TO_CLASS[name](run_name="train", **options)
     tracker.start()

@@ -104,7 +104,8 @@ def _checked(row: Any, index: int, needs: tuple[str, ...]) -> dict[str, Any]:
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise InvalidInputError(f"tasks, row {index}: the prompt is empty")
     for column in needs:
-        if row.get(column) is None or row[column] == "":
+        value = row.get(column)
+        if value is None or (isinstance(value, str) and not value):
             raise InvalidInputError(
                 f"tasks, row {index}: the rewards need a column `{column}`, which is missing or empty"
             )
