@@ -29,6 +29,11 @@ def fail(how: str, rank: int = 1) -> dict[str, Any]:
     return {"pids": met}
 
 
-def alone() -> int:
-    """Never meets the others."""
+def alone(seconds: float = 0.0) -> int:
+    """Never meets the others, and takes its time."""
+    time.sleep(seconds)
     return 1
+
+
+def ends_without_a_word() -> None:
+    raise RuntimeError

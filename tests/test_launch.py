@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 
 from workbench import InvalidInputError
-from workbench.errors import RankFailedError
+from workbench.errors import RankFailedError, first_line
 from workbench.launch import launch, main
 from workbench.parallel.status import RankStatus, Status, read_status
 from workbench.parallel.worker import run_rank
 
 ROOT = Path(__file__).resolve().parents[1]
 STALL = 6.0
+launch_module = sys.modules["workbench.launch"]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,28 @@ def test_a_failing_rank_ends_all(tmp_path: Path, how: str, message: str) -> None
     assert record["error"] == str(caught.value).splitlines()[0]
     assert not list(tmp_path.glob("*/result-*.json")), "nothing partial can be taken for a result"
     assert _workers_of(tmp_path) == []
+
+
+def test_one_rank_waits_for_nobody_and_may_take_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "START_SECONDS", 0.5)
+    done = launch("tests.ranks_failures:alone", {"seconds": 3.0}, ranks=1, folder=tmp_path, stall_seconds=0.5)
+    assert done.values == (1,)
+
+
+def test_before_ranks_have_met_the_longer_limit_holds_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading a model comes before the first collective, and is no sign of life."""
+    monkeypatch.setattr(launch_module, "START_SECONDS", 0.1)
+    with pytest.raises(RankFailedError, match="no progress for 3 s"):
+        launch("tests.ranks_failures:alone", {"seconds": 60.0}, ranks=2, folder=tmp_path, stall_seconds=3.0)
+
+
+def test_an_error_without_a_text_has_its_name(tmp_path: Path) -> None:
+    assert first_line(RuntimeError()) == "RuntimeError"
+    assert first_line(ValueError("one\ntwo")) == "one"
+    with pytest.raises(RankFailedError, match="raised RuntimeError"):
+        launch("tests.ranks_failures:ends_without_a_word", ranks=1, folder=tmp_path)
 
 
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,7 +10,15 @@ import pytest
 import torch
 
 from tests import oracle
-from workbench import InvalidInputError, Policy, capture_prompt, sample_responses, score_responses, update_step
+from workbench import (
+    InvalidInputError,
+    ObjectiveConfig,
+    Policy,
+    capture_prompt,
+    sample_responses,
+    score_responses,
+    update_step,
+)
 from workbench.model_sources import TINY_FAMILIES, tiny_model
 from workbench.state.pages import Page
 from workbench.state.placement import LayerStager
@@ -49,6 +58,25 @@ def test_scores_and_samples_are_the_same_bits(family: str) -> None:
     assert all(torch.equal(a, b) for a, b in scores)
     samples = (sample_responses(policy, state, 3, max_new_tokens=6, seed=0) for state in (host, device))
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(*samples, strict=True))
+
+
+def test_the_references_rows_lie_where_the_policys_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named, or as the given state has them; in the same chunks."""
+    policy = Policy(tiny_model("llama"), reference=tiny_model("llama", 1))
+    prompt, captured = torch.arange(3, 60), []
+
+    def noting(of: Policy, *arguments: Any, **options: Any) -> Any:
+        captured.append((of is policy.reference, options["placement"], options["chunk_tokens"]))
+        return capture_prompt(of, *arguments, **options)
+
+    monkeypatch.setattr(sys.modules["workbench.update"], "capture_prompt", noting)
+    options: Any = {"rewards": [0.0, 1.0], "objective": ObjectiveConfig(beta=0.1)}
+    update_step(policy, prompt, [[4, 5], [6]], placement="host", chunk_tokens=16, **options)
+    assert captured == [(True, "host", 16), (False, "host", 16)]
+    captured.clear()
+    state = capture_prompt(policy, prompt, chunk_tokens=8, placement="host")
+    update_step(policy, prompt, [[4, 5], [6]], state=state, **options)
+    assert captured == [(True, "host", 8)]
 
 
 def test_one_layer_is_staged_at_a_time() -> None:

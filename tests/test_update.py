@@ -298,6 +298,43 @@ def test_ctrl_c_in_any_forward_pass_leaves_everything_as_it_was(family, checkpoi
     assert before.differences()
 
 
+def test_a_failing_optimizer_leaves_earlier_gradients_as_they_were_also_where_the_step_has_none():
+    """Clipping writes into what it clips: it must not be the caller's own tensor."""
+    policy = tiny_policy("llama")
+    policy.model.apart = torch.nn.Parameter(torch.ones(3))  # no pass reaches it
+    policy = Policy(policy.model)
+    for _, parameter in policy.trainable_parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = Snapshot(policy.model)
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise ArithmeticError
+
+    optimizer = Failing([p for _, p in policy.trainable_parameters()], lr=0.1)
+    with pytest.raises(ArithmeticError):
+        small_step(policy, optimizer=optimizer, objective=ObjectiveConfig(max_grad_norm=1e-3))
+    assert before.differences() == []
+    assert torch.equal(policy.model.apart.grad, torch.ones(3))
+
+
+def test_clipping_a_float64_model_is_of_float64():
+    policy = tiny_policy("llama", torch.float64)
+    small_step(policy)
+    whole = {name: p.grad.clone() for name, p in policy.trainable_parameters()}
+    taken = {}
+
+    class Taking(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            taken.update({name: p.grad.clone() for name, p in policy.trainable_parameters()})
+
+    policy.model.zero_grad()
+    optimizer = Taking([p for _, p in policy.trainable_parameters()], lr=0.1)
+    norm = small_step(policy, optimizer=optimizer, objective=ObjectiveConfig(max_grad_norm=1e-3)).metrics["grad_norm"]
+    for name, gradient in whole.items():
+        torch.testing.assert_close(taken[name], gradient * (1e-3 / (norm + 1e-6)), rtol=1e-14, atol=0.0)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_ctrl_c_in_any_backward_pass_leaves_everything_as_it_was(family):
     """Interrupted whenever a gradient arrives at a norm of layer 0: in each of 3 blocks and 2 chunks."""

@@ -88,15 +88,19 @@ def fit_schedule(
     gradient_scope: GradientScope,
     optimizer: torch.optim.Optimizer | None = None,
     state: ResidentState | None = None,
+    reference_captures: bool = False,
 ) -> Schedule:
     """The fastest schedule whose planned peak above the step's start is at most `memory_budget`.
 
     response_tokens: of the longest response. state: one that is there before the step starts, so that its bytes are
-    not the step's and its chunks and placement are given.
+    not the step's and its chunks and placement are given. reference_captures: the KL term's reference captures the
+    prompt for itself, whether or not the policy's state is there.
     Raises InvalidInputError with the smallest budget that would do.
     """
     budget = parse_bytes(memory_budget)
-    questions = _Questions(policy, prompt_tokens, response_tokens, group_size, gradient_scope, optimizer, state)
+    questions = _Questions(
+        policy, prompt_tokens, response_tokens, group_size, gradient_scope, optimizer, state, reference_captures
+    )
     planned = [questions.with_bytes(schedule) for schedule in questions.candidates()]
     fitting = [schedule for schedule in planned if _bytes(schedule) <= budget]
     if not fitting:
@@ -126,7 +130,9 @@ class _Questions:
         gradient_scope: GradientScope,
         optimizer: torch.optim.Optimizer | None,
         state: ResidentState | None,
+        reference_captures: bool,
     ) -> None:
+        self.reference_captures = reference_captures
         self.shape = model_shape(policy.adapter.config, type(policy.adapter.config).__name__)
         self.state, self.cuda = state, policy.device.type == "cuda"
         trained = [parameter for _, parameter in policy.trainable_parameters()]
@@ -182,14 +188,17 @@ class _Questions:
     def _upper_bound(self, plan: Plan) -> int:
         own = {"capture": 0, "replay": self.gradient_bytes, "prompt_gradient": self.gradient_bytes}
         left_out = ("weights", "adapter", "optimizer", "outside")
-        phases = {
-            phase: extra
-            + self.width * sum(t.high for t in plan.first_step_details if t.phase == phase and t.term not in left_out)
-            for phase, extra in own.items()
+        planned = {
+            phase: self.width
+            * sum(t.high for t in plan.first_step_details if t.phase == phase and t.term not in left_out)
+            for phase in own
         }
         there = 0 if self.state is None or self.state.placement == "host" else self.state.nbytes
         small = SMALL_BYTES + BYTES_PER_POSITION * self.request.positions
-        return int(max(max(phases.values()) + small - there, self.gradient_bytes + self.optimizer_bytes + small))
+        peak = max(planned[phase] + extra for phase, extra in own.items()) - there
+        if self.reference_captures:  # a state of its own, and scores without a graph: less than a replay
+            peak = max(peak, planned["capture"], planned["replay"])
+        return int(max(peak, self.gradient_bytes + self.optimizer_bytes) + small)
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, gradient_bytes: int) -> int:

@@ -33,3 +33,8 @@ class RanksDisagreeError(WorkbenchError, RuntimeError):
 
 class RankFailedError(WorkbenchError, RuntimeError):
     """A rank of a launched run failed, died or stalled; the message names the rank and the stage."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says in one line; its name if it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

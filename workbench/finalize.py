@@ -71,7 +71,7 @@ def apply_gradients(
     named = policy.trainable_parameters()
     norm = gradient_norm(policy, comm)
     if max_grad_norm is not None:
-        total = torch.tensor(norm, device=policy.device)
+        total = torch.tensor(norm, dtype=torch.float64, device=policy.device)
         torch.nn.utils.clip_grads_with_norm_([p for _, p in named], max_grad_norm, total)
     changes = any(p.grad is not None for _, p in named)
     version = policy.weight_version

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import secrets
 import signal
@@ -28,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from workbench.errors import InvalidInputError, RankFailedError
+from workbench.errors import InvalidInputError, RankFailedError, first_line
 from workbench.parallel.mesh import LISTENER_VARIABLE, STATUS_VARIABLE
 from workbench.parallel.status import RankStatus, read_status
 from workbench.records import RUN_FOLDER_VARIABLE, write_record
@@ -63,8 +64,8 @@ def launch(
 
     The function joins the others with `workbench.parallel.open_mesh`; a launch whose ranks did not meet is an error.
     folder: where the launch makes its own folder; default: the run's folder, or runs/. stall_seconds: how long no rank
-    may finish or begin a collective, once each has finished one (until then START_SECONDS). environment: added to this
-    process's own.
+    may finish or begin a collective; until each has finished one it is START_SECONDS if that is longer, and a single
+    rank, which waits for nobody, may take its time. environment: added to this process's own.
     Raises InvalidInputError before anything starts, RankFailedError naming rank and stage when a rank fails.
     """
     place, request = prepare(target, arguments, ranks=ranks, folder=folder)
@@ -79,7 +80,7 @@ def launch(
         status = "interrupted"
         raise
     except BaseException as found:
-        error = str(found).splitlines()[0]
+        error = first_line(found)
         raise
     finally:
         run.end(signal.SIGINT if status == "interrupted" else signal.SIGTERM)
@@ -175,8 +176,8 @@ class _Run:
             now, statuses = time.monotonic(), self._statuses()
             if statuses != before:
                 moved, before = now, statuses
-            elif now - moved > (self.stall_seconds if all(s.calls for s in statuses) else START_SECONDS):
-                self._stalled(statuses, codes)
+            elif now - moved > (limit := self._patience(statuses)):
+                self._stalled(statuses, codes, limit)
             if now - shown > _SHOW_SECONDS:
                 shown = now
                 line.show(f"{self.ranks} ranks, {now - self.began:.0f} s; rank 0: {statuses[0].what}")
@@ -197,6 +198,13 @@ class _Run:
                     os.killpg(process.pid, signal.SIGKILL)
             for process in self.processes:
                 process.wait()
+
+    def _patience(self, statuses: Sequence[RankStatus]) -> float:
+        """Seconds without a sign of life after which ranks count as stalled."""
+        if self.ranks == 1:  # no collective that could hang, and so no sign of life either
+            return math.inf
+        have_met = all(status.calls for status in statuses)
+        return self.stall_seconds if have_met else max(START_SECONDS, self.stall_seconds)
 
     def _statuses(self) -> list[RankStatus]:
         return [read_status(self.folder / f"status-{rank}") for rank in range(self.ranks)]
@@ -234,7 +242,7 @@ class _Run:
         text = f": {notes[0]['message']}\n{notes[0]['traceback']}" if notes else f" with status {codes[rank]}"
         raise RankFailedError(f"rank {rank} of {self.ranks} ended{text}; its log: {self._log(rank)}")
 
-    def _stalled(self, statuses: Sequence[RankStatus], codes: Sequence[int | None]) -> NoReturn:
+    def _stalled(self, statuses: Sequence[RankStatus], codes: Sequence[int | None], limit: float) -> NoReturn:
         """Whoever the others wait for: a rank outside a collective, or else the one that has finished the fewest."""
         live = [rank for rank, code in enumerate(codes) if code is None]
         busy = [rank for rank in live if not statuses[rank].waiting]
@@ -245,7 +253,7 @@ class _Run:
             for r, s in enumerate(statuses)
         )
         raise RankFailedError(
-            f"rank {rank} of {self.ranks} has stalled: no progress for {self.stall_seconds:.0f} s "
+            f"rank {rank} of {self.ranks} has stalled: no progress for {limit:.0f} s "
             f"[{statuses[rank].what}]. {told}. Its log: {self._log(rank)}"
         )
 

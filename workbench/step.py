@@ -334,7 +334,8 @@ class GradientsOrNothing:
         """Add the earlier gradients; from here on only the optimizer can fail, and then they are put back."""
         for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
             if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+                # a copy where nothing is added: clipping writes into it, and the earlier one may have to come back
+                parameter.grad = earlier.clone() if parameter.grad is None else parameter.grad.add_(earlier)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None:

@@ -113,7 +113,8 @@ def update_step(
         raise InvalidInputError("memory_budget and walk_checkpoint work on one process only; leave them out with comm")
     if memory_budget is not None:
         schedule = _fitted(policy, step, schedule, memory_budget, walked_scope, optimizer, state)
-    keeper = _walk_keeper(policy, step, schedule, walk_checkpoint, walked_scope, state)
+    schedule = _resolved(schedule, state)
+    keeper = _walk_keeper(policy, step, schedule, walk_checkpoint, walked_scope)
     sent_before = Traffic() if comm is None else comm.traffic()
     calls_before = policy.adapter.kernel_calls.copy()
     if comm is not None:
@@ -144,15 +145,9 @@ def update_step(
                 )
         num_chunks = len(state.pages) if captured else 0
         plan = plan_walk(walked_scope, state)
-        boundary, on_host = state.positions, state.placement == "host"
+        boundary, on_host = state.positions, schedule.placement == "host"
         replayed_from = boundary + policy.frozen_boundary
         step.tally["rows_on_host_bytes"] = total_nbytes(state.row_tensors()) if on_host else 0
-        schedule = replace(
-            schedule,
-            chunk_tokens=state.chunk_tokens,
-            placement=state.placement,
-            checkpoint_layers=schedule.checkpoint_layers or on_host,
-        )
         pages = GradientPages(
             lambda start: plan.wants(start, replayed_from),
             lambda: meter.ledger("gradient_pages"),
@@ -221,7 +216,20 @@ def _fitted(
         gradient_scope=scope,
         optimizer=optimizer,
         state=state,
+        reference_captures=step.objective.beta > 0.0 and not _shares_states(policy),
     )
+
+
+def _resolved(schedule: Schedule, state: ResidentState | None) -> Schedule:
+    """What a given state decides, and what the host implies, for the reference's pass as for the policy's."""
+    if state is not None:
+        schedule = replace(schedule, chunk_tokens=state.chunk_tokens, placement=state.placement)
+    return replace(schedule, checkpoint_layers=schedule.checkpoint_layers or schedule.placement == "host")
+
+
+def _shares_states(policy: Policy) -> bool:
+    """Do policy and reference continue the same prompt, the base model's?"""
+    return policy.reference is not None and policy.reference.state_key is policy.state_key
 
 
 def _walk_keeper(
@@ -230,15 +238,13 @@ def _walk_keeper(
     schedule: Schedule,
     options: WalkCheckpoint | str | Path | None,
     scope: GradientScope,
-    state: ResidentState | None,
 ) -> WalkKeeper:
     """What saves the walk; without a folder it only remembers which chunks were walked."""
     if options is None:
         return WalkKeeper()
     if scope == "response_only":
         raise InvalidInputError("walk_checkpoint reaches nothing: gradient_scope='response_only' walks no prompt")
-    chunks = schedule.chunk_tokens if state is None else state.chunk_tokens
-    schedule = replace(schedule, chunk_tokens=chunks, planned_bytes=None)
+    schedule = replace(schedule, planned_bytes=None)
     options = options if isinstance(options, WalkCheckpoint) else WalkCheckpoint(options)
     return open_walk(options, step_identity(policy, step, gradient_scope=scope, schedule=schedule))
 
@@ -253,9 +259,15 @@ def _reference_logprobs(
 ) -> list[Tensor]:
     reference = policy.reference
     assert reference is not None
-    if state is None or reference.state_key is not policy.state_key:  # else both continue the base model's prompt
+    if state is None or not _shares_states(policy):
         state = capture_prompt(
-            reference, step.prompt, chunk_tokens=schedule.chunk_tokens, keep_boundaries=False, comm=comm, meter=meter
+            reference,
+            step.prompt,
+            chunk_tokens=schedule.chunk_tokens,
+            keep_boundaries=False,
+            placement=schedule.placement,
+            comm=comm,
+            meter=meter,
         )
     return score_responses(
         reference, state, step.responses, temperature=step.objective.temperature, block_tokens=schedule.block_tokens

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workbench.errors import RankFailedError, RanksDisagreeError
+from workbench.errors import RankFailedError, RanksDisagreeError, first_line
 from workbench.parallel.status import Status
 
 DEBUG_TAG = "debug"
@@ -120,7 +120,6 @@ class _Watched:
         if kind is None:
             self._status.running()
         elif isinstance(error, RuntimeError):
-            reason = str(error).splitlines()[0]
             raise RankFailedError(
-                f"rank {dist.get_rank()}: {self._what} failed, so a peer is gone: {reason}"
+                f"rank {dist.get_rank()}: {self._what} failed, so a peer is gone: {first_line(error)}"
             ) from error
