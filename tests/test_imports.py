@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # front door (`from workbench import update_step`), which only what stands to its right may use.
 LAYERS = (
     "errors types config",
-    "comm progress ops advantages objective memory planner records recordings rewards documents tasks",
+    "canonical comm seeds progress ops advantages objective memory planner records recordings rewards documents tasks",
     "state architectures parallel",
     "lora quantization adapter_files policy inputs model_sources loading",
     "replicas gradients capture walk replay prompt_gradient rollout step budget walk_checkpoint",

@@ -25,6 +25,7 @@ import torch
 from workbench import load_policy
 from workbench.comm import Mesh
 from workbench.errors import InvalidInputError, WorkbenchError
+from workbench.model_sources import quiet_loading
 from workbench.recordings import RUNS_FOLDER, Recording, save_recording
 from workbench.records import RunRecord, read_record
 from workbench.study_problems import REWARDS
@@ -166,7 +167,8 @@ def best_learning_rate(config: StudyConfig, folder: Path, arm: Arm, answer: str)
 def perform(run: Run, config: StudyConfig, folder: Path, *, comm: Mesh | None = None) -> RunRecord:
     """Train one cell, over ranks where there are some, or go on with it from its last checkpoint."""
     torch.manual_seed(run.seed)
-    policy = load_policy(config.model, lora=config.lora, adapter_scope=run.arm.adapter_scope, seed=run.seed)
+    with quiet_loading():
+        policy = load_policy(config.model, lora=config.lora, adapter_scope=run.arm.adapter_scope, seed=run.seed)
     task_options: dict[str, Any] = {
         "tokenizer": policy.tokenizer, "prompt_tokens": config.prompt_tokens, "answer_style": run.answer,
         "num_needles": config.num_needles or _NUM_NEEDLES[run.answer],
