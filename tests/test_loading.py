@@ -325,3 +325,10 @@ def test_weights_that_bitsandbytes_has_repacked_are_refused(tmp_path):
 def test_a_source_that_cannot_be_read_says_what_it_could_have_been(tmp_path):
     with pytest.raises(InvalidInputError, match=r"no readable model folder.*not 'gemma3-270m'"):
         load_policy(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_folder_without_a_tokenizer_has_none(family: str, tmp_path: Path) -> None:
+    """transformers would make up an empty one, which reads every text as nothing, or fail."""
+    tiny_model(family).save_pretrained(tmp_path)
+    assert load_policy(tmp_path).tokenizer is None

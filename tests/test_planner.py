@@ -20,6 +20,7 @@ from workbench.planner import (
     counterpart_table,
     largest_group,
     largest_positions,
+    questions,
     smallest_context_parallel,
 )
 from workbench.planner import request as defaults
@@ -310,3 +311,15 @@ def test_more_expert_ranks_than_experts() -> None:
 
 def test_beyond_the_native_limit_is_noted() -> None:
     assert any("beyond the model's native 262,144" in note for note in make(positions=300_000).notes)
+
+
+def test_no_limit_is_said_only_where_it_was_tried() -> None:
+    for edge in (questions.NO_LIMIT - 1, questions.NO_LIMIT // 2 + 3, 700):
+        assert questions._largest(600, lambda value, edge=edge: value <= edge) == edge
+    assert questions._largest(600, lambda value: True) == questions.NO_LIMIT
+
+
+def test_a_scope_and_an_adapter_scope_that_contradict() -> None:
+    with pytest.raises(InvalidInputError, match="say different things"):
+        plan("Qwen3-8B", "H100", positions=2048, group_size=2, response_tokens=16, gradient_scope="prefix_frozen",
+             adapter_scope="all")  # fmt: skip

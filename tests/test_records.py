@@ -6,11 +6,21 @@ import json
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from workbench.errors import InvalidInputError
-from workbench.records import RunRecord, gather_results, git_state, provenance, read_record, save_results, write_record
+from workbench.records import (
+    RunRecord,
+    gather_results,
+    git_state,
+    plain,
+    provenance,
+    read_record,
+    save_results,
+    write_record,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,3 +76,29 @@ def test_inside_a_run_results_are_left_for_the_runner(monkeypatch, tmp_path):
     save_results("b", {"x": 1})
     save_results("a", {"y": torch.ones(2)})
     assert gather_results(tmp_path) == {"a": {"y": [1.0, 1.0]}, "b": {"x": 1}}
+
+
+def test_numbers_of_numpy_stay_numbers() -> None:
+    given = {
+        "loss": np.float32(1.5),
+        "n": np.int64(3),
+        "curve": np.arange(3, dtype="float32"),
+        "nan": np.float32("nan"),
+    }
+    assert plain(given) == {"loss": 1.5, "n": 3, "curve": [0.0, 1.0, 2.0], "nan": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "results", "message"),
+    [
+        ("a/b", {}, "without folders"),
+        ("", {}, "without folders"),
+        ("a", [1], "results are a list"),
+        ("a", {"seconds": 12.5}, "'seconds' belongs to the record"),
+        ("a", {"seconds": {"fit": {"inner": 1.0}}}, r"seconds\['fit'\]=.* is no number"),
+        ("a", {"memory": 3}, "'memory' belongs to the record"),
+    ],
+)
+def test_results_that_would_not_come_back_are_refused_at_once(name: str, results: object, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        save_results(name, results)  # type: ignore[arg-type]

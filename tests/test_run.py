@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import workbench.run as run_module
 from workbench.errors import InvalidInputError
 from workbench.publish import find_external_addresses
-from workbench.records import read_record
+from workbench.records import RunRecord, read_record
 from workbench.run import main, parse_value, resolve_parameters, run_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -223,3 +224,42 @@ def test_no_room_for_a_run_folder_is_one_line(tmp_path, capsys):
     (tmp_path / "runs").write_text("a file in the way")
     assert main([str(make_notebook(tmp_path)), "--runs", str(tmp_path / "runs")]) == 1
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_results_do_not_overwrite_each_other_or_the_runner() -> None:
+    parity = {"level": 4, "what": "parity", "passed": True}
+    executed = {"level": 1, "what": "executed", "passed": True}
+    results = {
+        "a": {"seconds": {"total": 0.001, "capture": 5.0}, "evidence": {"level": 4, "checks": [parity]}},
+        "b": {"seconds": {"capture": 7.0}, "evidence": {"level": 1, "checks": [executed]}},
+    }
+    record = run_module._finished(RunRecord(name="x", status="completed", seconds={"total": 100.0}), results)
+    assert record.seconds == {"total": 100.0, "a.total": 0.001, "capture": 5.0, "b.capture": 7.0}
+    assert record.evidence == {"level": 4, "checks": [parity, executed]}
+    failed = {"b": {"evidence": {"level": 0, "checks": [executed | {"passed": False}]}}}
+    record = run_module._finished(RunRecord(name="x", status="completed"), {"a": results["a"], **failed})
+    assert record.evidence["level"] == 0
+
+
+def test_an_option_that_comes_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(ROOT / "notebooks" / "10_plan.ipynb"), "--runs", str(tmp_path)]
+    assert main([*arguments, "-p", "num_gpus", "2", "-p", "num_gpus", "8"]) == 2
+    assert "'num_gpus' is given twice" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_swept_ranks_that_contradict_nproc_start_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(ROOT / "notebooks" / "60_many_ranks.ipynb"), "--runs", str(tmp_path)]
+    assert main([*arguments, "-p", "ranks", "1,2", "--nproc", "1"]) == 2
+    assert "--nproc 1 and -p ranks 2 say different things" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_the_page_is_written_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "_execute", lambda *_: ("completed", None))
+    monkeypatch.setattr(run_module, "write_html", interrupted)
+    record, folder = run_notebook(ROOT / "notebooks" / "10_plan.ipynb", runs=tmp_path)
+    assert record.status == json.loads((folder / "run.json").read_text())["status"] == "interrupted"

@@ -11,12 +11,7 @@ function view(record, state) {
       const label = state.window === 1 ? name : `${name}, mean of ${state.window}`;
       const y = values.map((_, at) => mean(values, at, state.window));
       series.push({ name: label, origin: "measured", color, kind: "line", x: steps, y });
-      const known = values.filter((value) => value !== null);
-      rows.push(
-        known.length
-          ? [name, "measured", number(known.at(-1)), number(Math.min(...known)), number(Math.max(...known)), number(known.length)]
-          : [name, "measured", "–", "–", "–", "0"],
-      );
+      rows.push([name, "measured", ...record.summaries[name].map((value) => number(value))]);
     }
     const marks = steps.length ? [{ axis: "x", value: steps.at(-1), label: `last: ${number(steps.at(-1))}`, origin: "" }] : [];
     const axis = (label) => ({ label, scale: "linear", ticks: "plain" });

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,10 @@ MOST_POINTS = 1000  # per curve on the page; a longer run is thinned evenly, and
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorRecord:
-    """What a run folder held when it was read. metrics: name -> (steps, values), None where a value is missing."""
+    """What a run folder held when it was read. metrics: name -> (steps, values), None where a value is missing.
+
+    summaries: name -> last, lowest, highest and number of all values, also those that are not among the shown.
+    """
 
     name: str
     status: str
@@ -33,6 +36,7 @@ class MonitorRecord:
     error: str | None
     facts: tuple[tuple[str, str], ...]
     metrics: Mapping[str, tuple[tuple[float, ...], tuple[float | None, ...]]]
+    summaries: Mapping[str, tuple[float, float, float, int]]
     notes: tuple[str, ...] = ()
 
 
@@ -51,7 +55,8 @@ def read_run(folder: Path) -> MonitorRecord:
         record = read_record(run) if run.is_file() else {}
     except json.JSONDecodeError as error:
         raise InvalidInputError(f"{run}: not readable ({error})") from error
-    metrics, notes = _curves(lines) if lines.is_file() else ({}, [])
+    rows = _rows(lines) if lines.is_file() else []
+    metrics, notes = _curves(rows)
     if not metrics:
         notes.append(f"No numbers in {METRICS_FILE}." if lines.is_file() else f"The run has no {METRICS_FILE}.")
     return MonitorRecord(
@@ -61,11 +66,13 @@ def read_run(folder: Path) -> MonitorRecord:
         error=record.get("error"),
         facts=tuple(_facts(record)),
         metrics=metrics,
+        summaries=_summaries(rows),
         notes=tuple(notes),
     )
 
 
-def _curves(path: Path) -> tuple[dict[str, tuple[tuple[float, ...], tuple[float | None, ...]]], list[str]]:
+def _rows(path: Path) -> list[dict[str, float]]:
+    """The numbers of every line."""
     rows = []
     lines = path.read_text(encoding="utf-8").split("\n")
     for number_of, line in enumerate(lines):
@@ -77,14 +84,30 @@ def _curves(path: Path) -> tuple[dict[str, tuple[tuple[float, ...], tuple[float 
             if number_of == len(lines) - 1:  # no line end yet: being written
                 break
             raise InvalidInputError(f"{path}, line {number_of + 1}: not a JSON object ({error})") from error
+    return rows
+
+
+def _metric_names(rows: Sequence[Mapping[str, float]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row if name not in STEP_NAMES))
+
+
+def _curves(
+    rows: Sequence[Mapping[str, float]],
+) -> tuple[dict[str, tuple[tuple[float, ...], tuple[float | None, ...]]], list[str]]:
+    """Steps and values by name, thinned evenly, the last update always among them; and a note if they are."""
     every = -(-len(rows) // MOST_POINTS) if rows else 1
-    notes = [f"One of every {every} of {len(rows)} updates is shown."] if every > 1 else []
-    rows = rows[::every]
-    steps = next(
-        ([row[n] for row in rows] for n in STEP_NAMES if all(n in row for row in rows)), list(range(len(rows)))
-    )
-    names = dict.fromkeys(name for row in rows for name in row if name not in STEP_NAMES)
-    return {name: (tuple(steps), tuple(row.get(name) for row in rows)) for name in names}, notes
+    shown = sorted({*range(0, len(rows), every), len(rows) - 1}) if rows else []
+    counted = next((name for name in STEP_NAMES if all(name in row for row in rows)), None)
+    steps = tuple(index if counted is None else rows[index][counted] for index in shown)
+    notes = []
+    if every > 1:
+        notes = [f"One of every {every} of {len(rows)} updates is shown, and means are of those; the table is of all."]
+    return {name: (steps, tuple(rows[at].get(name) for at in shown)) for name in _metric_names(rows)}, notes
+
+
+def _summaries(rows: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, float, float, int]]:
+    found = {name: [row[name] for row in rows if name in row] for name in _metric_names(rows)}
+    return {name: (known[-1], min(known), max(known), len(known)) for name, known in found.items()}
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -190,19 +213,7 @@ class RunMonitor(Widget):
                 shown = [_mean(values, at, window) for at in range(len(values))]
                 label = name if window == 1 else f"{name}, mean of {window}"
                 series.append(Series(name=label, origin="measured", color=color, x=list(steps), y=shown))
-                known = [value for value in values if value is not None]
-                rows.append(
-                    [
-                        name,
-                        "measured",
-                        number(_last(values)),
-                        number(min(known)),
-                        number(max(known)),
-                        number(len(known)),
-                    ]
-                    if known
-                    else [name, "measured", "–", "–", "–", "0"]
-                )
+                rows.append([name, "measured", *map(number, record.summaries[name])])
             marks = [Mark(axis="x", value=steps[-1], label=f"last: {number(steps[-1])}")] if steps else []
             panels.append(
                 Panel(title=name, x=Axis(label="update", ticks="whole"), y=Axis(label=name), series=series, marks=marks)
@@ -225,7 +236,3 @@ def _mean(values: tuple[float | None, ...], at: int, window: int) -> float | Non
     """Mean of the known values among the last `window`."""
     known = [value for value in values[max(0, at + 1 - window) : at + 1] if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def _last(values: tuple[float | None, ...]) -> float | None:
-    return next((value for value in reversed(values) if value is not None), None)

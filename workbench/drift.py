@@ -176,6 +176,8 @@ def _check_states(
     policy: Policy, step: Step, state: ResidentState, fresh: ResidentState | None, chunk_tokens: int | None
 ) -> None:
     check_resident_state(state)
+    if state.comm is not None or (fresh is not None and getattr(fresh, "comm", None) is not None):
+        raise InvalidInputError("measure_drift works on one process; this state's rows are spread over ranks")
     purpose = "measure_drift"
     state.require_current(policy.state_key, policy.state_version, allow_stale=True, purpose=purpose)
     if not torch.equal(state.prompt_ids, step.prompt):

@@ -12,7 +12,7 @@ from torch import nn
 
 from workbench.adapter_files import read_adapter, untranslated_names
 from workbench.architectures import adapter_for
-from workbench.errors import InvalidInputError
+from workbench.errors import InvalidInputError, first_line
 from workbench.inputs import check_seed
 from workbench.lora import ADAPTER_SCOPES
 from workbench.model_sources import BUNDLED_MODELS, bundled_model_path, gemma3_270m_path
@@ -113,7 +113,7 @@ def named_source(source: str | Path) -> str | Path:
 def _read_model(
     source: str | Path, quantization: str | None, dtype: torch.dtype | None, device: str | torch.device | None
 ) -> tuple[nn.Module, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     if not isinstance(source, str | Path) or not str(source):
         raise InvalidInputError(f"source={source!r} is neither a model nor a folder or hub id")
@@ -127,11 +127,25 @@ def _read_model(
     except (OSError, ValueError) as error:
         raise InvalidInputError(
             f"source={str(source)!r} is no readable model folder, no hub id that can be reached from here, and not "
-            f"{DEMO_MODEL!r} or a bundled model ({', '.join(BUNDLED_MODELS)}): {str(error).splitlines()[0]}"
+            f"{DEMO_MODEL!r} or a bundled model ({', '.join(BUNDLED_MODELS)}): {first_line(error)}"
         ) from error
     if quantization is None and device is not None:
         model = model.to(device)
-    return model.eval(), AutoTokenizer.from_pretrained(source)
+    return model.eval(), _read_tokenizer(source)
+
+
+def _read_tokenizer(source: str | Path) -> Any:
+    """None for a folder without one: transformers would make up an empty one, which reads every text as nothing."""
+    from transformers import AutoTokenizer
+
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+    folder = Path(source)
+    if folder.is_dir() and not any((folder / name).is_file() for name in files):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"source={str(source)!r}: its tokenizer cannot be read: {first_line(error)}") from error
 
 
 def _with_lora(model: nn.Module, lora: Any, seed: int, *, frozen_prompt: bool) -> nn.Module:

@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from workbench.errors import InvalidInputError
@@ -91,7 +92,7 @@ def plain(value: Any) -> Any:
         return plain(asdict(value))
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         return plain(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -111,11 +112,29 @@ def run_folder() -> Path | None:
 def save_results(name: str, results: Mapping[str, Any]) -> None:
     """Leaves results for the run record under `name`; does nothing outside a run.
 
-    The keys "seconds", "memory", "evidence", "seed" and "device" become the record's own fields, the rest its results.
+    The keys "seconds" (seconds by stage), "memory", "evidence", "seed" and "device" become the record's own fields, the
+    rest its results. Raises InvalidInputError, also outside a run, for what would not come back from there.
     """
+    _check_results(name, results)
     folder = run_folder()
     if folder is not None:
         write_record(folder / RESULTS_FOLDER / f"{name}.json", results)
+
+
+def _check_results(name: str, results: Mapping[str, Any]) -> None:
+    if not name or name != Path(name).name:
+        raise InvalidInputError(f"save_results({name!r}): the name must be a file's, without folders")
+    if not isinstance(results, Mapping):
+        raise InvalidInputError(f"save_results({name!r}): results are a {type(results).__name__}; give a mapping")
+    for key in ("seconds", "memory", "evidence"):
+        if not isinstance(results.get(key, {}), Mapping):
+            raise InvalidInputError(
+                f"save_results({name!r}): {key!r} belongs to the record and must be a mapping, such as by stage, not "
+                f"{results[key]!r:.80}; another key may hold anything"
+            )
+    for stage, value in results.get("seconds", {}).items():
+        if not isinstance(plain(value), int | float | None):
+            raise InvalidInputError(f"save_results({name!r}): seconds[{stage!r}]={value!r:.80} is no number")
 
 
 def gather_results(folder: Path) -> dict[str, dict[str, Any]]:

@@ -79,24 +79,38 @@ def run_notebook(
         provenance=provenance(),
     )
     write_record(folder / "run.json", record)
+    with _terminate_as_interrupt():
+        try:
+            record = _run(notebook, folder, record, nproc)
+        except KeyboardInterrupt:  # while the page was being written
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            words = "interrupted by the user before the page was written"
+            record = replace(record, status="interrupted", error=words, finished_at=now)
+    try:
+        write_record(folder / "run.json", record)
+    except OSError as error:  # a full disk: the caller still learns how the run ended
+        record = replace(record, status="failed", error=f"{record.error or 'record not written'}; run.json: {error}")
+    return record, folder
+
+
+def _run(notebook: Path, folder: Path, record: RunRecord, nproc: int | None) -> RunRecord:
+    """Executes the notebook of a record that says "running", and writes its page; returns how it ended."""
     executed = folder / notebook.name
     _prepare(notebook, executed)
-
     clock = time.monotonic()
-    status, error = _execute(executed, values, folder)
-    results = gather_results(folder)
+    status, error = _execute(executed, record.parameters, folder)
+    results: dict[str, dict[str, Any]] = {}
+    try:
+        results = gather_results(folder)
+    except (ValueError, OSError) as problem:  # written by something else than save_results
+        status, error = "failed", error or f"results not readable: {problem}"
     if status == "completed" and _END_RESULT not in results:
         status, error = "failed", "the kernel never reached the notebook's end, though no cell reported an error"
     if status == "completed" and nproc is not None and nproc not in _launched(folder):
         status, error = "failed", f"{nproc} ranks were asked for; launches that completed had {_launched(folder)}"
     own = {"total": time.monotonic() - clock}
     record = _finished(replace(record, status=status, error=error, seconds=own), results)
-    record = _publish(notebook, executed, record)
-    try:
-        write_record(folder / "run.json", record)
-    except OSError as error:  # a full disk: the caller still learns how the run ended
-        record = replace(record, status="failed", error=f"{record.error or 'record not written'}; run.json: {error}")
-    return record, folder
+    return _publish(notebook, executed, record)
 
 
 def _with_ranks(notebook: Path, texts: Mapping[str, str], nproc: int) -> dict[str, str]:
@@ -134,7 +148,7 @@ def _execute(executed: Path, values: Mapping[str, Any], folder: Path) -> tuple[s
     """Executes the prepared copy in place; returns status and error."""
     path = literal_path(executed)
     try:
-        with _kernel_environment(folder), _terminate_as_interrupt():
+        with _kernel_environment(folder):
             papermill.execute_notebook(
                 path,
                 path,
@@ -204,19 +218,34 @@ def _terminate_as_interrupt() -> Iterator[None]:
 
 
 def _finished(record: RunRecord, results: Mapping[str, dict[str, Any]]) -> RunRecord:
-    """The record with the notebook's results: fields that a record has of its own are lifted out of them."""
+    """The record with the notebook's results: fields that a record has of its own are lifted out of them.
+
+    A stage that several results have, or that the runner measured, keeps the name of its result.
+    """
     fields: dict[str, Any] = {"seconds": dict(record.seconds), "memory": dict(record.memory)}
     rest: dict[str, Any] = {}
     for name, result in results.items():
-        for key in _RECORD_FIELDS:
-            if key in ("seconds", "memory"):
-                fields[key] |= result.get(key, {})
-            elif key in result:
-                fields[key] = result[key]
+        for key in ("seconds", "memory"):
+            for stage, value in result.get(key, {}).items():
+                fields[key][f"{name}.{stage}" if stage in fields[key] else stage] = value
+        fields |= {key: result[key] for key in ("seed", "device") if key in result}
         rest[name] = {key: value for key, value in result.items() if key not in _RECORD_FIELDS}
+    evidence = [result["evidence"] for result in results.values() if "evidence" in result]
+    if evidence:
+        fields["evidence"] = _joined(evidence)
     rest.pop(_END_RESULT, None)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return replace(record, finished_at=now, results=rest, **fields)
+
+
+def _joined(evidence: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The checks of all results, and the highest level that one reached and below which none failed."""
+    checks = [check for part in evidence for check in part.get("checks", ())]
+    failed = [check["level"] for check in checks if not check.get("passed", True)]
+    level = max(part.get("level", 0) for part in evidence)
+    if len(evidence) > 1 and failed:
+        level = min(level, min(failed) - 1)
+    return {"level": level, "checks": checks}
 
 
 def _publish(notebook: Path, executed: Path, record: RunRecord) -> RunRecord:
@@ -267,7 +296,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        combinations = expand_sweep(options.notebook, dict(options.parameter), dict(options.sweep))
+        combinations = expand_sweep(options.notebook, _once(options.parameter), _once(options.sweep))
+        for texts in combinations:  # all that can be refused is, before the first of them runs
+            ranked = texts if options.nproc is None else _with_ranks(options.notebook, texts, options.nproc)
+            resolve_parameters(options.notebook, ranked)
         run_one = partial(run_notebook, nproc=options.nproc)
         if len(combinations) == 1:
             return _report(*run_one(options.notebook, combinations[0], runs=options.runs, argv=argv))
@@ -279,6 +311,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return _report_sweep(done, folder, len(combinations))
+
+
+def _once(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Options by name; a name that comes twice says two things."""
+    names = [name for name, _ in pairs]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise InvalidInputError(f"parameter {twice[0]!r} is given twice; give it once")
+    return dict(pairs)
 
 
 def _report(record: RunRecord, folder: Path) -> int:

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from workbench.progress import progress
 from workbench.records import RunRecord, write_record
@@ -114,7 +115,7 @@ def index_page(name: str, asked: int, done: Sequence[SweepRun]) -> str:
 
 
 def _cells(run: SweepRun, numbers: Mapping[str, float], swept: Sequence[str], shown: Sequence[str]) -> Iterator[str]:
-    page = f"{run.folder.name}/{run.record.name}.html"
+    page = quote(f"{run.folder.name}/{run.record.name}.html")
     yield f'<td><a href="{escape(page)}">{escape(run.folder.name[-6:])}</a></td>'
     for name in swept:
         yield f"<td>{escape(str(run.record.parameters.get(name, '')))}</td>"

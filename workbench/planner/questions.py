@@ -86,11 +86,11 @@ def _largest(start: int, allowed: Callable[[int], bool]) -> int:
     """The largest value from `start` on that is allowed, by doubling and bisection; `allowed` is monotone."""
     if not allowed(start):
         return 0
-    low, high = start, 2 * start
-    while high < NO_LIMIT and allowed(high):
-        low, high = high, 2 * high
-    if high >= NO_LIMIT:
-        return NO_LIMIT
+    low, high = start, min(2 * start, NO_LIMIT)
+    while allowed(high):
+        if high == NO_LIMIT:
+            return NO_LIMIT
+        low, high = high, min(2 * high, NO_LIMIT)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if allowed(middle) else (low, middle)

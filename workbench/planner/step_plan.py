@@ -172,6 +172,8 @@ def plan(
     prediction layers, sampling. Raises InvalidInputError, UnsupportedModelError.
     """
     if gradient_scope == "prefix_frozen":
+        if options.get("adapter_scope", "response") == "all":
+            raise InvalidInputError("gradient_scope='prefix_frozen' and adapter_scope='all' say different things")
         gradient_scope, options = "response_only", {"adapter_scope": "response", **options}
     request = _request(
         options,
