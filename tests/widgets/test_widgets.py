@@ -326,15 +326,15 @@ def test_damaged_run_folders_are_refused(tmp_path):
 def test_long_runs_are_thinned_and_say_so(tmp_path):
     folder = write_run(tmp_path / "run", updates=2500)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().split("\n")[:-1]]  # one is unfinished
-    lines[1]["reward_mean"], lines[-1]["reward_mean"] = -5.0, 9.0  # the second of three, and the last
+    lines[1]["reward_mean"], lines[-1]["reward_mean"] = -5.0, 99.0  # the second of three, and the last
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     record = read_run(folder)
     assert len(record.metrics["reward_mean"][0]) <= 1000
     assert record.notes == ("One of every 3 of 2500 updates is shown, and means are of those; the table is of all.",)
     assert record.metrics["reward_mean"][0][-1] == lines[-1]["step"], "the last one is always there"
-    assert record.summaries["reward_mean"] == (9.0, -5.0, 9.0, 2500)
+    assert record.summaries["reward_mean"] == (99.0, -5.0, 99.0, 2500)
     view = widgets.RunMonitor.view_of(record, widgets.RunMonitor.defaults(record))
-    assert view.table.rows[0] == ["reward_mean", "measured", "9", "-5", "9", "2,500"]
+    assert view.table.rows[0] == ["reward_mean", "measured", "99", "-5", "99", "2,500"]
 
 
 def test_javascript_is_part_of_the_package():
