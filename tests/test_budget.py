@@ -103,6 +103,40 @@ def test_a_references_own_capture_counts(family: str, given: bool) -> None:
     assert 0.5 * least < measured(least).memory["peak_bytes"] <= least
 
 
+def smallest_kept(policy: Policy, beta: float = 0.0, **options: Any) -> int:
+    """The smallest budget of a response-only step on 3,000 tokens, after a step under it has kept it."""
+
+    def measured(budget: int) -> StepReport:
+        return update_step(
+            policy, token_ids(3000), [token_ids(20, seed) for seed in (1, 2)], advantages=[1.0, -1.0],
+            memory_budget=budget, gradient_scope="response_only", objective=ObjectiveConfig(beta=beta), **options,
+        )  # fmt: skip
+
+    with pytest.raises(InvalidInputError, match="smallest that would do") as refused:
+        measured(1000)
+    least = int(re.findall(r"would do is ([\d,]+) bytes", str(refused.value))[0].replace(",", ""))
+    assert measured(least).memory["peak_bytes"] <= least
+    return least
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+def test_boundaries_that_the_scope_does_not_need_are_nobodys(family: str) -> None:
+    """A state may keep more than a step plans for: only what the plan counts is there before the step."""
+    policy = tiny_policy(family)
+    kept, forgotten = (
+        capture_prompt(policy, token_ids(3000), chunk_tokens=64, keep_boundaries=keep) for keep in (True, False)
+    )
+    assert kept.nbytes > forgotten.nbytes
+    assert smallest_kept(policy, state=kept) == smallest_kept(policy, state=forgotten)
+
+
+@pytest.mark.parametrize("family", ["llama", "glm_moe_dsa"])
+def test_on_a_cpu_rows_on_the_host_are_counted(family: str) -> None:
+    policy = lora_policy(family)
+    state = capture_prompt(policy, token_ids(3000), chunk_tokens=256, placement="host")
+    assert smallest_kept(policy, beta=0.1, state=state) > state.nbytes
+
+
 def test_a_given_state_is_not_the_steps_own() -> None:
     policy = tiny_policy("qwen3")
     state = capture_prompt(policy, token_ids(PROMPT), chunk_tokens=64)

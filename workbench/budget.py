@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from workbench.errors import InvalidInputError
-from workbench.planner import Gpu, Plan, Request, plan_request
+from workbench.planner import Gpu, Plan, Request, plan_request, sizes
 from workbench.planner.families import model_shape
 from workbench.planner.flops import work_by_phase
 from workbench.policy import Policy
@@ -188,17 +188,24 @@ class _Questions:
     def _upper_bound(self, plan: Plan) -> int:
         own = {"capture": 0, "replay": self.gradient_bytes, "prompt_gradient": self.gradient_bytes}
         left_out = ("weights", "adapter", "optimizer", "outside")
+        on_host = 0 if self.cuda else plan.host_bytes  # on a CPU the host's memory is the one that is measured
+        terms = [term for term in plan.first_step_details if term.term not in left_out]
         planned = {
-            phase: self.width
-            * sum(t.high for t in plan.first_step_details if t.phase == phase and t.term not in left_out)
-            for phase in own
+            phase: self.width * (on_host + sum(term.high for term in terms if term.phase == phase)) for phase in own
         }
-        there = 0 if self.state is None or self.state.placement == "host" else self.state.nbytes
         small = SMALL_BYTES + BYTES_PER_POSITION * self.request.positions
-        peak = max(planned[phase] + extra for phase, extra in own.items()) - there
+        peak = max(planned[phase] + extra for phase, extra in own.items()) - self._there(plan.request)
         if self.reference_captures:  # a state of its own, and scores without a graph: less than a replay
             peak = max(peak, planned["capture"], planned["replay"])
         return int(max(peak, self.gradient_bytes + self.optimizer_bytes) + small)
+
+    def _there(self, request: Request) -> float:
+        """Bytes of the given state that the plan counts as the step's: not a boundary that only another scope needs."""
+        if self.state is None or (self.cuda and request.placement == "host"):
+            return 0
+        captured = replace(request, positions=max(2, request.resident_tokens), response_tokens=1)
+        rows = sizes.rows_bytes(self.shape, captured) + sizes.rank_carry_bytes(self.shape, captured)
+        return min(self.state.nbytes, self.width * (rows + sizes.boundary_carries_bytes(self.shape, captured)))
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, gradient_bytes: int) -> int:
