@@ -13,7 +13,7 @@ from workbench.config import ObjectiveConfig
 from workbench.policy import Policy
 from workbench.replicas import global_norm, reduce_gradients, require_same_parameters
 from workbench.step import GradientsOrNothing, Step
-from workbench.types import StepReport
+from workbench.types import StepReport, accumulation_dtype
 
 
 def sum_over_ranks(policy: Policy, step: Step, comm: Mesh) -> None:
@@ -71,7 +71,7 @@ def apply_gradients(
     named = policy.trainable_parameters()
     norm = gradient_norm(policy, comm)
     if max_grad_norm is not None:
-        total = torch.tensor(norm, dtype=torch.float64, device=policy.device)
+        total = torch.tensor(norm, dtype=accumulation_dtype(policy.dtype), device=policy.device)
         torch.nn.utils.clip_grads_with_norm_([p for _, p in named], max_grad_norm, total)
     changes = any(p.grad is not None for _, p in named)
     version = policy.weight_version

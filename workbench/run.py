@@ -297,12 +297,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
         combinations = expand_sweep(options.notebook, _once(options.parameter), _once(options.sweep))
-        for texts in combinations:  # all that can be refused is, before the first of them runs
-            ranked = texts if options.nproc is None else _with_ranks(options.notebook, texts, options.nproc)
-            resolve_parameters(options.notebook, ranked)
         run_one = partial(run_notebook, nproc=options.nproc)
         if len(combinations) == 1:
             return _report(*run_one(options.notebook, combinations[0], runs=options.runs, argv=argv))
+        for texts in combinations:  # all that can be refused is, before the first of them runs
+            ranked = texts if options.nproc is None else _with_ranks(options.notebook, texts, options.nproc)
+            resolve_parameters(options.notebook, ranked)
         done, folder = run_sweep(run_one, options.notebook, combinations, runs=options.runs, argv=argv)
     except InvalidInputError as error:
         print(f"error: {error}", file=sys.stderr)

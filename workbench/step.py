@@ -242,6 +242,7 @@ def _check_optimizer(
 
 
 def check_reference(policy: Policy, objective: ObjectiveConfig) -> None:
+    """A KL term needs a reference that stands still: InvalidInputError without one, or if training would move it."""
     if objective.beta == 0.0:
         return
     if policy.reference is None:

@@ -113,12 +113,12 @@ def update_step(
         raise InvalidInputError("memory_budget and walk_checkpoint work on one process only; leave them out with comm")
     if memory_budget is not None:
         schedule = _fitted(policy, step, schedule, memory_budget, walked_scope, optimizer, state)
-    schedule = _resolved(schedule, state)
-    keeper = _walk_keeper(policy, step, schedule, walk_checkpoint, walked_scope)
     sent_before = Traffic() if comm is None else comm.traffic()
     calls_before = policy.adapter.kernel_calls.copy()
     if comm is not None:
         agree_on_step(policy, step, comm, gradient_scope, schedule, sum_denominators=denominators is None)
+    schedule = _resolved(schedule, state)
+    keeper = _walk_keeper(policy, step, schedule, walk_checkpoint, walked_scope)
 
     if not isinstance(measure_memory, MemoryMeter):
         measure_memory = MemoryMeter(policy.device, enabled=measure_memory)

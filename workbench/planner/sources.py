@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import InvalidInputError
+from workbench.errors import InvalidInputError, first_line
 from workbench.planner.families import check_raw_fields, model_shape
 from workbench.planner.shapes import ModelShape
 
@@ -162,7 +162,7 @@ def _shape_of_hub(name: str) -> ModelShape:
         return model_shape(AutoConfig.from_pretrained(name), name)
     except (OSError, ValueError) as error:
         hint = _near("models", name)
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise InvalidInputError(
             f"{name!r} is neither in the catalogue nor readable from the model hub ({reason}); {hint}"
         ) from None
